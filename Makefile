@@ -1,0 +1,38 @@
+# make setup   create .venv and install crosscut with the tested versions (done once; again when they change)
+# make train   the main job: train the default model on real text          (ARGS="--mesh dp=2" adds flags)
+# make test    the test suite                                              (ARGS="-k pipeline" adds flags)
+# make check   lint, formatting, types
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+ARGS   ?=
+
+.PHONY: setup train test check format clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "setting up $(VENV): installing torch and the rest takes about a minute from disk, longer from the network"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+train: $(STAMP)
+	$(BIN)/crosscut train configs/default.toml $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
