@@ -1,0 +1,34 @@
+"""Machine-readable output: `--json FILE|-`, the same on every command.
+
+The object begins with `schema` and `version`; tables stand under `rows`; the unit of a number stands in its key
+(`_bytes`, `_s`, `_ms`, `_us`, `_gbs`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    """Add `--json FILE|-` to a command."""
+    parser.add_argument("--json", metavar="FILE|-", help="write the result as JSON to FILE, or to stdout for -")
+
+
+def write_json(destination: str, schema: str, body: Mapping[str, Any], version: int = 1) -> None:
+    """Write `{"schema": schema, "version": version, **body}` to the file `destination`, or to stdout for `-`.
+
+    Raises ValueError if the file cannot be written.
+    """
+    text = json.dumps({"schema": schema, "version": version, **body}, indent=2, allow_nan=True) + "\n"
+    if destination == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(destination).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--json {destination}: cannot be written ({error.strerror})") from error
