@@ -1,0 +1,1 @@
+"""Layouts and derivation: pure data and arithmetic. Nothing here imports torch."""

@@ -1,0 +1,33 @@
+"""The error of this package, and the helpers that make its one-line messages say what would be right."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class LayoutError(ValueError):
+    """A layout, a dims table or their combination is wrong; the message is one line: the offending value and the fix."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`"; did you mean 'heads'?"` for the known name nearest to `name`, else the list of all of them."""
+    options = list(known)
+    close = difflib.get_close_matches(name.lower(), options, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(options)}"
+
+
+def divisors(n: int, limit: int = 12) -> str:
+    """The divisors of `n` as `{1,2,3,6}`; the middle is left out when there are more than `limit`."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    found = sorted({*small, *(n // d for d in small)})
+    if len(found) > limit:
+        return "{" + ",".join(map(str, found[:limit])) + ",...}"
+    return "{" + ",".join(map(str, found)) + "}"
+
+
+def listed(names: Iterable[str], limit: int = 8) -> str:
+    """Names joined by commas; what is beyond `limit` is counted."""
+    items = list(names)
+    more = len(items) - limit
+    return ", ".join(items[:limit]) + (f" and {more} more" if more > 0 else "")

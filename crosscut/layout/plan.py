@@ -1,0 +1,162 @@
+"""The result of a derivation: what the engine executes, the planner prices and `explain` shows.
+
+Everything here is frozen data. No torch: a plan can be made, printed and compared on a machine without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from crosscut.layout.layout import Layout
+    from crosscut.layout.spec import ModelSpec
+
+Range = tuple[int, int]  # [start, stop) along one tensor dim
+
+
+@dataclass(frozen=True)
+class Action:
+    """One placement change at one end of a boundary: the name of an autograd pair (comm/pairs.py) and over which axes.
+
+    fn: `enter`, `leave`, `gather` (backward: reduce_scatter), `gather_replicated` (backward: own slice), `scatter_sum`
+    or `slice`. `dim` is the tensor dim that is gathered, scattered or sliced (negative counts from the end); None for
+    `enter` and `leave`. `needs_grad` is False where the value carries no gradient (token ids), so nothing is sent back.
+    """
+
+    fn: str
+    axes: tuple[str, ...]
+    dim: int | None = None
+    needs_grad: bool = True
+
+
+@dataclass(frozen=True)
+class Site:
+    """A boundary module with the actions at its entry (in order) and exit (in order), and the row biases added after.
+
+    `module` is the name as in `named_modules()`. `in_dims`, `out_dims`: the named dims of the hidden value.
+    """
+
+    module: str
+    in_dims: tuple[str, ...]
+    out_dims: tuple[str, ...]
+    entry: tuple[Action, ...] = ()
+    exit: tuple[Action, ...] = ()
+    row_biases: tuple[str, ...] = ()  # parameter names; added once, after the exit's reduction
+    stage: int = 0
+
+
+@dataclass(frozen=True)
+class ParamPlan:
+    """Where one parameter lives and what its gradient owes.
+
+    ``axis_cuts[d]`` names the axes that cut tensor dim d (outermost first). ``parts[d]`` are the [start, stop) ranges of
+    the parts of a fused dim (one part that spans the dim if it is not fused): each part is cut on its own, so a rank
+    may hold several ranges of one dim.
+    """
+
+    name: str
+    dims: tuple[str, ...]  # the table's row, one expression a tensor dim; () when the table has no row
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    axis_cuts: tuple[tuple[str, ...], ...]
+    parts: tuple[tuple[Range, ...], ...]
+    stages: tuple[int, ...]  # the pipeline stages that hold it: one, or two for tied ends
+    sum_axes: tuple[str, ...]  # its gradient is summed over these, as one group, once a step
+    store_optimizer: tuple[str, ...] = ()
+    store_gradients: tuple[str, ...] = ()
+    store_parameters: tuple[str, ...] = ()
+    tied_to: str | None = None  # the name of the parameter that this name is another name of
+    requires_grad: bool = True
+    layer: int | None = None  # index in the ModuleList of layers, if it is in one
+
+    @property
+    def cut_axes(self) -> tuple[str, ...]:
+        """Every axis that cuts some dim of it."""
+        return tuple(a for axes in self.axis_cuts for a in axes)
+
+    def ranges(self, coords: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[tuple[Range, ...], ...]:
+        """Per tensor dim, the [start, stop) ranges of the whole parameter that the rank at `coords` holds, in order."""
+        out: list[tuple[Range, ...]] = []
+        for axes, parts in zip(self.axis_cuts, self.parts, strict=True):
+            index, count = 0, 1
+            for axis in axes:  # outermost first
+                index, count = index * sizes[axis] + coords[axis], count * sizes[axis]
+            held = []
+            for start, stop in parts:
+                width = (stop - start) // count
+                held.append((start + index * width, start + (index + 1) * width))
+            out.append(tuple(held))
+        return tuple(out)
+
+
+@dataclass(frozen=True)
+class LossPlan:
+    """How the loss is made whole. All axis tuples hold only axes of size > 1."""
+
+    kind: str  # "cross_entropy" | "mean" (the mean over samples of the user's function)
+    vocab_axes: tuple[str, ...] = ()  # the logits' last dim is cut over these
+    label_axes: tuple[str, ...] = ()  # axes that cut the labels the loss sees: token count and reported loss
+    label_seq_axes: tuple[str, ...] = ()  # axes by which this rank's labels must still be cut along seq (SP, vocab uncut)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One derived communication of one rank: per step, `calls` times, `bytes` in all.
+
+    `bytes` is what one rank hands to the calls of a step together: all_reduce, broadcast, reduce S; all_gather S_out;
+    reduce_scatter S_in; all_to_all what is sent, own part included; send S; recv 0; barrier 0. `shape` is the shape of
+    one call's tensor. For bucketed gradients `calls` is None (the engine's bucket size decides) and `bytes` is the sum.
+    `count_in_totals` is False for nothing: every rule is executed, and predicted = counted.
+    """
+
+    site: str  # "layers.0.attn", "embed", "loss", "gradients", "clip", "stage 0 -> 1", ...
+    phase: str  # "forward" | "recompute" | "backward" | "step"
+    op: str
+    axis: str  # label: "tp", or "dp+tp" for a group over several axes
+    shape: tuple[int, ...]
+    dtype: str  # "fp32", "int64", ...
+    calls: int | None
+    bytes: int
+    where: str = ""  # "entry" | "exit" | ""
+    note: str = ""
+
+    @property
+    def tag(self) -> str:
+        """The name by which the ledger knows this rule's calls."""
+        return f"{self.site}/{self.phase}" + (f"/{self.where}" if self.where else "")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one cut resolved to, and why: a line of `explain`."""
+
+    dim: str
+    axes: tuple[str, ...]
+    resolved: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model under a layout, derived: see `crosscut.layout.rules.derive`."""
+
+    spec: ModelSpec
+    layout: Layout
+    batch: int  # global batch, in rows (samples)
+    seq: int | None  # tokens a row; None for models without the dim
+    params: Mapping[str, ParamPlan]  # by name, in the module's registration order; tied names included
+    sites: tuple[Site, ...]  # every boundary of every stage, in execution order
+    loss: LossPlan
+    layer_stages: tuple[int, ...]  # the pipeline stage (global: 0 .. pp*virtual_stages-1) of each layer
+    before: tuple[str, ...]  # modules that run before the layers (first stage)
+    after: tuple[str, ...]  # modules that run after the layers (last stage)
+    decisions: tuple[Decision, ...] = ()
+    group_axes: tuple[tuple[str, ...], ...] = ()  # every axis set (each of size > 1) over which some rank of some stage
+    #   communicates, in one order for all ranks: the groups that must exist
+    rules_by_stage: tuple[tuple[Rule, ...], ...] = field(default=(), repr=False)
+
+    def rules(self, pp: int = 0) -> tuple[Rule, ...]:
+        """The rules of one step for a rank whose pp coordinate is `pp` (all such ranks have the same)."""
+        return self.rules_by_stage[pp]
