@@ -139,6 +139,15 @@ class Decision:
 
 
 @dataclass(frozen=True)
+class TiedPlan:
+    """A weight that two pipeline stages hold: once a step, after its last gradient, they sum it between them."""
+
+    names: tuple[str, ...]  # its names in the model, the first stage's first
+    stages: tuple[int, int]
+    tag: str  # of the rule
+
+
+@dataclass(frozen=True)
 class Plan:
     """A model under a layout, derived: see `crosscut.layout.rules.derive`."""
 
@@ -152,6 +161,9 @@ class Plan:
     layer_stages: tuple[int, ...]  # the pipeline stage (global: 0 .. pp*virtual_stages-1) of each layer
     before: tuple[str, ...]  # modules that run before the layers (first stage)
     after: tuple[str, ...]  # modules that run after the layers (last stage)
+    layers: str | None = None  # name of the ModuleList of layers
+    hidden_shape: tuple[int, ...] = ()  # local shape of the value that goes from stage to stage, for one micro-batch
+    tied: tuple[TiedPlan, ...] = ()  # only those whose stages differ
     decisions: tuple[Decision, ...] = ()
     group_axes: tuple[tuple[str, ...], ...] = ()  # every axis set (each of size > 1) over which some rank of some stage
     #   communicates, in one order for all ranks: the groups that must exist
