@@ -1,6 +1,9 @@
 """Schedules: orders, communication, clock, memory, over every small size. No process, no torch."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from crosscut.parallel.pipeline import (
     Action,
     ScheduleError,
@@ -18,8 +21,6 @@ from crosscut.parallel.pipeline import (
     utilisation,
     validate,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 SIZES = [(s, m) for s in range(1, 9) for m in range(1, s + 4)]
 NAMES = ["gpipe", "1f1b"]
@@ -150,8 +151,12 @@ def test_communication_of_any_placement_of_stages(stages_per_rank, ranks, micros
             (k, s, m)
             for k, s, m in todo
             if (k == "F" and (s == 0 or ("F", s - 1, m) in done) and (m == 0 or ("F", s, m - 1) in done))
-            or (k == "B" and ("F", s, m) in done and (s == last or ("B", s + 1, m) in done))
-            and (m == 0 or ("B", s, m - 1) in done)
+            or (
+                k == "B"
+                and ("F", s, m) in done
+                and (s == last or ("B", s + 1, m) in done)
+                and (m == 0 or ("B", s, m - 1) in done)
+            )
         )
         kind, stage, micro = data.draw(st.sampled_from(ready))
         lists[home[stage]].append(Action(kind, stage, micro))

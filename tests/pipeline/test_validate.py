@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from crosscut.parallel.pipeline import Action, ScheduleError, build, validate
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from crosscut.parallel.pipeline import Action, ScheduleError, build, validate
 
 
 def lists_of(name="1f1b", stages=3, micros=4):
