@@ -1,0 +1,391 @@
+"""`Group`: the collectives, and send and receive, among the ranks of one group.
+
+A group checks a call before any data moves, copies where a back end needs plain contiguous memory, and counts the call
+in the ledger. The handle carries the rank: two ranks of one process (threads) hold two groups. Groups move values, not
+gradients: results are detached; the pairs of `crosscut.comm.pairs` are the differentiable forms.
+
+All calls take, by keyword: `async_op` (return a `Handle`; `wait()` gives the result), `tag` (the name in the ledger
+and in messages) and `kind` ("step": part of the training step; "control": everything else). Ranks (`src`, `dst`) count
+within the group. Any strided tensor is right: non-contiguous, 0-d, empty; dtypes as in `crosscut.comm.dtypes`. Every
+rank gets bitwise the same from `all_reduce`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from crosscut.comm import checks
+from crosscut.comm.backends.base import Backend, Work
+from crosscut.comm.call import Call
+from crosscut.comm.dtypes import as_bytes, check_reduction, dtype_name, flat, from_wire, to_wire
+from crosscut.comm.guards import Guard
+from crosscut.comm.handle import Handle, Pending
+from crosscut.comm.ledger import Entry, Ledger
+from crosscut.comm.site import call_site
+
+T = TypeVar("T")
+Tensor = torch.Tensor
+Result = Any  # what the docstring says; with async_op=True a `Handle` of it
+
+
+class Group:
+    """The ranks that communicate with each other over some axes of the mesh, as one of them sees them.
+
+    label: the axes, `tp` or `dp+tp`; ranks: the members' global ranks, ascending; rank: this rank's index among them;
+    ledger: where calls are counted. Raises ValueError, before data moves, for anything a user can get wrong; errors
+    between ranks are those of `crosscut.comm.errors`.
+    """
+
+    def __init__(
+        self,
+        backend: Backend | None,
+        *,
+        label: str,
+        ranks: Sequence[int],
+        global_rank: int,
+        device: torch.device,
+        ledger: Ledger,
+        pending: Pending,
+    ) -> None:
+        self.label = label
+        self.ranks = tuple(ranks)
+        self.global_rank = global_rank
+        self.device = device
+        self.ledger = ledger
+        self._backend = backend
+        self._pending = pending
+        self.rank = self.ranks.index(global_rank) if global_rank in self.ranks else -1
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    def __repr__(self) -> str:
+        return f"Group({self.label or 'self'!r}, ranks={self.ranks}, rank={self.rank})"
+
+    # -- reductions ---------------------------------------------------------------------------------------------------
+
+    def all_reduce(
+        self, x: Tensor, op: str = "sum", *, async_op: bool = False, tag: str = "", kind: str = "step"
+    ) -> Result:
+        """`x` becomes, on every rank, the reduction of all ranks' `x`. In place; returns `x`. Equal shapes."""
+        self._check("all_reduce", x, op=op)
+        backend = self._backend
+        if backend is None:
+            return self._now(x, async_op)
+        call = self._call("all_reduce", x, tag, kind, x.nbytes, reduce_op=op)
+        guarded = async_op and backend.guards
+        wire = to_wire(x, widen=backend.reduces_in_fp32, copy=guarded)
+        guards = (Guard(x, call, writes=True),) if guarded else ()
+        work = backend.all_reduce(wire, "sum" if op == "avg" else op, call)
+        return self._finish(work, lambda: self._store(x, wire, op), call, guards, async_op)
+
+    def reduce(
+        self, x: Tensor, dst: int = 0, op: str = "sum", *, async_op: bool = False, tag: str = "", kind: str = "step"
+    ) -> Result:
+        """`x` becomes, on rank `dst` only, the reduction of all ranks' `x`; other ranks keep theirs. Returns `x`."""
+        self._check("reduce", x, op=op, root=dst, root_name="dst")
+        backend = self._backend
+        if backend is None:
+            return self._now(x, async_op)
+        call = self._call("reduce", x, tag, kind, x.nbytes, reduce_op=op, root=dst)
+        at_dst = self.rank == dst
+        guarded = async_op and backend.guards
+        # Back ends may use the other ranks' buffers as scratch space: those ranks hand over a copy.
+        wire = to_wire(x, widen=backend.reduces_in_fp32, copy=guarded or not at_dst)
+        guards = (Guard(x, call, writes=at_dst),) if guarded else ()
+        work = backend.reduce(wire, dst, "sum" if op == "avg" else op, call)
+        return self._finish(work, lambda: self._store(x, wire, op) if at_dst else x, call, guards, async_op)
+
+    def reduce_scatter(
+        self, x: Tensor, dim: int = 0, op: str = "sum", *, async_op: bool = False, tag: str = "", kind: str = "step"
+    ) -> Result:
+        """The reduction of all ranks' `x`, of which rank r gets the r-th of `size` equal pieces along `dim` (new)."""
+        self._check("reduce_scatter", x, op=op)
+        dim = checks.dim(f"reduce_scatter over {self.label}", x, dim)
+        checks.divides(f"reduce_scatter over {self.label}", x, dim, self.size)
+        backend = self._backend
+        if backend is None:
+            return self._now(_new(x), async_op)
+        call = self._call("reduce_scatter", x, tag, kind, x.nbytes, reduce_op=op, dim=dim)
+        # The pieces must be contiguous one after another: bring the cut dim to the front of each piece.
+        pieces = x.detach().unflatten(dim, (self.size, x.shape[dim] // self.size)).movedim(dim, 0)
+        shape = tuple(pieces.shape[1:])
+        guarded = async_op and backend.guards
+        wire = to_wire(pieces, widen=backend.reduces_in_fp32, copy=guarded)
+        guards = (Guard(x, call, writes=False),) if guarded else ()
+        out = wire.new_empty(wire.numel() // self.size)
+        work = backend.reduce_scatter(out, wire, "sum" if op == "avg" else op, call)
+        return self._finish(work, lambda: from_wire(out, x.dtype, shape, op, self.size), call, guards, async_op)
+
+    # -- one to all, all to one ---------------------------------------------------------------------------------------
+
+    def broadcast(
+        self, x: Tensor, src: int = 0, *, async_op: bool = False, tag: str = "", kind: str = "step"
+    ) -> Result:
+        """`x` becomes rank `src`'s `x`. In place; returns `x`. Equal shapes."""
+        self._check("broadcast", x, root=src, root_name="src")
+        backend = self._backend
+        if backend is None:
+            return self._now(x, async_op)
+        call = self._call("broadcast", x, tag, kind, x.nbytes, root=src)
+        at_src = self.rank == src
+        guarded = async_op and backend.guards
+        wire = flat(x, copy=guarded)
+        guards = (Guard(x, call, writes=not at_src),) if guarded else ()
+        work = backend.broadcast(as_bytes(wire), src, call)
+        return self._finish(work, lambda: x if at_src else _copy_back(x, wire), call, guards, async_op)
+
+    def gather(self, x: Tensor, dst: int = 0, *, async_op: bool = False, tag: str = "", kind: str = "step") -> Result:
+        """Rank `dst` gets the list of all ranks' `x` (new tensors, in rank order), the others None. Equal shapes."""
+        self._check("gather", x, root=dst, root_name="dst")
+        backend = self._backend
+        if backend is None:
+            return self._now([_new(x)], async_op)
+        call = self._call("gather", x, tag, kind, x.nbytes, root=dst)
+        guarded = async_op and backend.guards
+        wire = flat(x, copy=guarded)
+        guards = (Guard(x, call, writes=False),) if guarded else ()
+        out = wire.new_empty(wire.numel() * self.size) if self.rank == dst else None
+        work = backend.gather(None if out is None else as_bytes(out), as_bytes(wire), dst, call)
+
+        def finish() -> list[Tensor] | None:
+            return None if out is None else list(out.view(self.size, *x.shape).unbind(0))
+
+        return self._finish(work, finish, call, guards, async_op)
+
+    def scatter(
+        self,
+        parts: Sequence[Tensor] | None = None,
+        src: int = 0,
+        *,
+        out: Tensor,
+        async_op: bool = False,
+        tag: str = "",
+        kind: str = "step",
+    ) -> Result:
+        """`out` becomes, on rank r, `parts[r]` of rank `src`; the others pass None for `parts`. Returns `out`.
+
+        Every part has `out`'s shape and dtype.
+        """
+        self._check("scatter", out, root=src, root_name="src")
+        at_src = self.rank == src
+        checks.parts(f"scatter over {self.label}", parts, out, self.size, at_src)
+        backend = self._backend
+        if backend is None:
+            return self._now(_copy_back(out, flat(parts[0])) if parts is not None else out, async_op)
+        call = self._call("scatter", out, tag, kind, out.nbytes * self.size if at_src else 0, root=src)
+        guarded = async_op and backend.guards
+        whole = torch.cat([flat(part) for part in parts]) if parts is not None and at_src else None
+        wire = flat(out, copy=guarded)
+        guards: tuple[Guard, ...] = ()
+        if guarded:
+            guards = (*(Guard(part, call, writes=False) for part in parts or ()), Guard(out, call, writes=True))
+        work = backend.scatter(as_bytes(wire), None if whole is None else as_bytes(whole), src, call)
+        return self._finish(work, lambda: _copy_back(out, wire), call, guards, async_op)
+
+    # -- all to all ---------------------------------------------------------------------------------------------------
+
+    def all_gather(
+        self, x: Tensor, dim: int = 0, *, async_op: bool = False, tag: str = "", kind: str = "step"
+    ) -> Result:
+        """All ranks' `x` in rank order, concatenated along `dim` (a new tensor). Equal shapes; 0-d gives (size,)."""
+        self._check("all_gather", x)
+        dim = checks.dim(f"all_gather over {self.label}", x.view(1) if x.dim() == 0 else x, dim)
+        shape = tuple(x.shape) or (1,)
+        backend = self._backend
+        if backend is None:
+            return self._now(_new(x).view(shape), async_op)
+        call = self._call("all_gather", x, tag, kind, x.nbytes * self.size, dim=dim)
+        guarded = async_op and backend.guards
+        wire = flat(x, copy=guarded)
+        guards = (Guard(x, call, writes=False),) if guarded else ()
+        out = wire.new_empty(wire.numel() * self.size)
+        work = backend.all_gather(as_bytes(out), as_bytes(wire), call)
+
+        def finish() -> Tensor:
+            if dim == 0:
+                return out.view(self.size * shape[0], *shape[1:])
+            return torch.cat(out.view(self.size, *shape).unbind(0), dim)
+
+        return self._finish(work, finish, call, guards, async_op)
+
+    def all_to_all(
+        self,
+        x: Tensor,
+        input_splits: Sequence[int] | None = None,
+        output_splits: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+        tag: str = "",
+        kind: str = "step",
+    ) -> Result:
+        """Rank r's j-th piece of `x` along dim 0 goes to rank j; the pieces received, in rank order (a new tensor).
+
+        `input_splits[j]` rows go to rank j, `output_splits[i]` rows come from rank i; zeros are legal. Without both,
+        pieces are equal.
+        """
+        self._check("all_to_all", x)
+        where = f"all_to_all over {self.label}"
+        ins, outs = checks.splits(where, x, input_splits, output_splits, self.size, self.rank)
+        backend = self._backend
+        if backend is None:
+            return self._now(_new(x), async_op)
+        call = self._call("all_to_all", x, tag, kind, x.nbytes, input_splits=tuple(ins), output_splits=tuple(outs))
+        guarded = async_op and backend.guards
+        wire = flat(x, copy=guarded)
+        guards = (Guard(x, call, writes=False),) if guarded else ()
+        row = 1
+        for extent in x.shape[1:]:
+            row *= extent
+        out = wire.new_empty(sum(outs) * row)
+        out_wire, in_wire = as_bytes(out), as_bytes(wire)
+        unit = row if in_wire.dtype == wire.dtype else row * wire.element_size()
+        work = backend.all_to_all(out_wire, in_wire, [n * unit for n in outs], [n * unit for n in ins], call)
+        return self._finish(work, lambda: out.view(sum(outs), *x.shape[1:]), call, guards, async_op)
+
+    # -- point to point -----------------------------------------------------------------------------------------------
+
+    def send(self, x: Tensor, dst: int, *, async_op: bool = False, tag: str = "", kind: str = "step") -> Result:
+        """Send `x` to rank `dst`. Sends to one rank arrive in order. May block until the peer receives."""
+        self._check("send", x, root=dst, root_name="dst", peer=True)
+        backend = self._transport()
+        call = self._call("send", x, tag, kind, x.nbytes, peer=dst)
+        guarded = async_op and backend.guards
+        wire = flat(x, copy=guarded)
+        guards = (Guard(x, call, writes=False),) if guarded else ()
+        return self._finish(backend.send(as_bytes(wire), dst, call), lambda: None, call, guards, async_op)
+
+    def recv(self, out: Tensor, src: int, *, async_op: bool = False, tag: str = "", kind: str = "step") -> Result:
+        """Receive into `out` the next tensor that rank `src` sends here, of its shape and dtype. Returns `out`."""
+        self._check("recv", out, root=src, root_name="src", peer=True)
+        backend = self._transport()
+        call = self._call("recv", out, tag, kind, 0, peer=src)
+        guarded = async_op and backend.guards
+        wire = flat(out, copy=guarded)
+        guards = (Guard(out, call, writes=True),) if guarded else ()
+        return self._finish(
+            backend.recv(as_bytes(wire), src, call), lambda: _copy_back(out, wire), call, guards, async_op
+        )
+
+    def exchange(
+        self, x: Tensor, dst: int, out: Tensor, src: int, *, async_op: bool = False, tag: str = "", kind: str = "step"
+    ) -> Result:
+        """Send `x` to `dst` and receive `out` from `src` as one call, which cannot block itself in a ring or a pair.
+
+        Counted as a send and a recv. Returns `out`.
+        """
+        self._check("exchange", x, root=dst, root_name="dst", peer=True)
+        self._check("exchange", out, root=src, root_name="src", peer=True)
+        backend = self._transport()
+        send_call = self._call("send", x, tag, kind, x.nbytes, peer=dst)
+        recv_call = self._call("recv", out, tag, kind, 0, peer=src)
+        guarded = async_op and backend.guards
+        x_wire, out_wire = flat(x, copy=guarded), flat(out, copy=guarded)
+        guards = (Guard(x, send_call, writes=False), Guard(out, recv_call, writes=True)) if guarded else ()
+        work = backend.exchange(as_bytes(x_wire), dst, as_bytes(out_wire), src, send_call, recv_call)
+        return self._finish(work, lambda: _copy_back(out, out_wire), recv_call, guards, async_op)
+
+    def barrier(self, *, async_op: bool = False, tag: str = "", kind: str = "step") -> Result:
+        """Return when every rank of the group has called it."""
+        self._member("barrier")
+        backend = self._backend
+        if backend is None:
+            return self._now(None, async_op)
+        call = self._call("barrier", None, tag, kind, 0)
+        return self._finish(backend.barrier(call), lambda: None, call, (), async_op)
+
+    # -- the parts every call is made of ------------------------------------------------------------------------------
+
+    def _member(self, name: str) -> None:
+        if self.rank < 0:
+            raise ValueError(
+                f"{name} over {self.label}: rank {self.global_rank} is not a member of this group (ranks "
+                f"{','.join(map(str, self.ranks))}); call it on the members only"
+            )
+
+    def _check(
+        self,
+        name: str,
+        x: Tensor,
+        *,
+        op: str | None = None,
+        root: int | None = None,
+        root_name: str = "src",
+        peer: bool = False,
+    ) -> None:
+        """Everything that can be wrong with a call on this rank alone."""
+        self._member(name)
+        where = f"{name} over {self.label or 'self'}"
+        checks.tensor(where, x, self.device)
+        if op is not None:
+            check_reduction(op, x.dtype, where)
+        if root is not None:
+            checks.member(where, root_name, root, self.ranks, self.rank if peer else None)
+
+    def _transport(self) -> Backend:
+        assert self._backend is not None  # a peer other than itself exists, so the group has one
+        return self._backend
+
+    def _call(
+        self,
+        op: str,
+        x: Tensor | None,
+        tag: str,
+        kind: str,
+        num_bytes: int,
+        *,
+        reduce_op: str | None = None,
+        root: int | None = None,
+        dim: int | None = None,
+        peer: int | None = None,
+        input_splits: tuple[int, ...] | None = None,
+        output_splits: tuple[int, ...] | None = None,
+    ) -> Call:
+        """Number the call and count it. From here on the call is made: every check is behind it."""
+        checks.kind(f"{op} over {self.label}", kind)
+        shape = () if x is None else tuple(x.shape)
+        dtype = "" if x is None else dtype_name(x.dtype)
+        seq = self._transport().next_seq() if peer is None else 0
+        site = call_site()
+        self.ledger.record(Entry(kind, tag, self.label, op, num_bytes, shape, dtype, reduce_op, seq, site))
+        return Call(
+            op, self.label, tag, kind, site, seq, shape, dtype, reduce_op, root, dim, input_splits, output_splits, peer
+        )
+
+    def _store(self, x: Tensor, wire: Tensor, op: str) -> Tensor:
+        """Put a reduced wire tensor back into `x`."""
+        if op != "avg" and wire.dtype == x.dtype and wire.data_ptr() == x.data_ptr() and x.is_contiguous():
+            return x
+        with torch.no_grad():
+            x.detach().copy_(from_wire(wire, x.dtype, tuple(x.shape), op, self.size))
+        return x
+
+    def _now(self, result: T, async_op: bool) -> Result:
+        """The result of a call in a group of one rank."""
+        return Handle(None, lambda: result) if async_op else result
+
+    def _finish(
+        self, work: Work, finish: Callable[[], T], call: Call, guards: tuple[Guard, ...], async_op: bool
+    ) -> Result:
+        if async_op:
+            return Handle(work, finish, guards=guards, pending=self._pending, call=call)
+        work.wait()
+        return finish()
+
+
+def _new(x: Tensor) -> Tensor:
+    """A detached contiguous copy."""
+    return flat(x, copy=True).view(x.shape)
+
+
+def _copy_back(x: Tensor, wire: Tensor) -> Tensor:
+    """Put a flat tensor of x's dtype back into `x`, unless it is x's own memory."""
+    if not (x.is_contiguous() and wire.data_ptr() == x.data_ptr()):
+        with torch.no_grad():
+            x.detach().copy_(wire.view(x.shape))
+    return x

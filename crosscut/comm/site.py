@@ -1,0 +1,36 @@
+"""Where in the user's code a call was made. No torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import lru_cache
+from types import FrameType
+
+_COMM = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_TORCH = f"{os.sep}torch{os.sep}"
+
+
+@lru_cache(maxsize=4096)
+def _is_ours(filename: str) -> bool:
+    """Frames to skip: this package's communication code, torch's, and contextlib's."""
+    return filename.startswith(_COMM) or _TORCH in filename or filename.endswith(("contextlib.py", "<string>"))
+
+
+@lru_cache(maxsize=4096)
+def short_path(filename: str) -> str:
+    """The path from the working directory if it is below it, else its last two components."""
+    here = os.getcwd() + os.sep
+    if filename.startswith(here):
+        return filename[len(here) :]
+    return os.sep.join(filename.split(os.sep)[-2:])
+
+
+def call_site() -> str:
+    """`file:line` of the nearest caller outside the communication code."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return "?"
+    return f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}"
