@@ -1,0 +1,162 @@
+"""Data parallelism: the gradients of a step, summed over the ranks that saw other data.
+
+Two ways to do the same: `NaiveReducer`, an all_reduce for each parameter after backward (the lectures' form), and
+`BucketReducer`, which sums flat buckets while backward still runs.
+
+Every reduction is a SUM: the loss was divided by the number of tokens of the whole batch, so gradients need no average.
+A parameter that got no gradient counts as zeros, since another rank may have one; its `.grad` is then the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from crosscut.comm.group import Group, Handle
+
+TAG = "gradients/step"
+
+
+@dataclass(frozen=True)
+class Owed:
+    """A parameter and the group over which its gradient is summed."""
+
+    name: str
+    param: nn.Parameter
+    group: Group
+
+
+class Reducer(Protocol):
+    """Sums gradients once a step. `last_backward()` announces the backward after which they are complete."""
+
+    def last_backward(self) -> None: ...
+    def finish(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class NaiveReducer:
+    """One all_reduce a parameter, after backward, in registration order."""
+
+    def __init__(self, owed: Sequence[Owed]) -> None:
+        self.owed = [o for o in owed if o.group.size > 1]
+
+    def last_backward(self) -> None:
+        """Nothing to prepare: all is done in `finish`."""
+
+    def finish(self) -> None:
+        for o in self.owed:
+            if o.param.grad is None:
+                o.param.grad = torch.zeros_like(o.param)
+            o.group.all_reduce(o.param.grad, tag=TAG)
+
+    def close(self) -> None:
+        """Nothing to undo."""
+
+
+@dataclass
+class Bucket:
+    """A flat buffer of gradients that are summed together over one group."""
+
+    group: Group
+    owed: list[Owed]
+    flat: Tensor
+    views: list[Tensor]
+    missing: set[int] = field(default_factory=set)  # indices whose gradient has not come yet
+    handle: Handle | None = None
+
+
+class BucketReducer:
+    """Flat buckets in about the order in which backward makes gradients (the reverse of registration), each summed by an
+    asynchronous all_reduce as soon as its last gradient is there (Li et al. 2020, "PyTorch Distributed", section 3.2).
+
+    Buckets start strictly in order on every rank, or ranks that finish gradients in another order would mix them up.
+    Those that a parameter without a gradient keeps from completing start in `finish`.
+    """
+
+    def __init__(self, owed: Sequence[Owed], bucket_bytes: int = 25_000_000) -> None:
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1; use NaiveReducer for one call a parameter")
+        self.buckets = _fill_buckets([o for o in reversed(owed) if o.group.size > 1], bucket_bytes)
+        self._armed = False
+        self._next = 0  # the first bucket that has not started
+        self._hooks = [
+            o.param.register_post_accumulate_grad_hook(self._hook(bucket, i))
+            for bucket in self.buckets
+            for i, o in enumerate(bucket.owed)
+        ]
+
+    def last_backward(self) -> None:
+        """From now on a gradient that arrives is complete: called before the backward of the last micro-batch."""
+        for bucket in self.buckets:
+            bucket.missing = set(range(len(bucket.owed)))
+        self._armed, self._next = True, 0
+
+    def finish(self) -> None:
+        """Start what backward did not complete, wait for all; every `.grad` is then a view of its summed bucket."""
+        if not self._armed:
+            self.last_backward()  # no backward ran here (a rank without work): it still takes part
+        for bucket in self.buckets:
+            for i in sorted(bucket.missing):
+                self._take(bucket, i)
+        self._start_ready()
+        for bucket in self.buckets:
+            assert bucket.handle is not None
+            bucket.handle.wait()
+            bucket.handle = None
+        self._armed = False
+
+    def close(self) -> None:
+        """Remove the hooks from the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hook(self, bucket: Bucket, index: int):  # type: ignore[no-untyped-def]
+        def ready(param: Tensor) -> None:
+            if self._armed:
+                self._take(bucket, index)
+                self._start_ready()
+
+        return ready
+
+    def _take(self, bucket: Bucket, index: int) -> None:
+        """Move one gradient into the bucket; `.grad` becomes the view, so the sum needs no copy back."""
+        param, view = bucket.owed[index].param, bucket.views[index]
+        if param.grad is None:
+            view.zero_()
+        elif param.grad is not view:
+            view.copy_(param.grad)
+        param.grad = view
+        bucket.missing.discard(index)
+
+    def _start_ready(self) -> None:
+        while self._next < len(self.buckets) and not self.buckets[self._next].missing:
+            bucket = self.buckets[self._next]
+            bucket.handle = bucket.group.all_reduce(bucket.flat, async_op=True, tag=TAG)
+            self._next += 1
+
+
+def _fill_buckets(owed: Sequence[Owed], bucket_bytes: int) -> list[Bucket]:
+    """Consecutive parameters of one group, dtype and device share a bucket until it is full; 0-d ones are one number."""
+    runs: list[list[Owed]] = []
+    open_runs: dict[tuple, tuple[list[Owed], int]] = {}
+    for o in owed:
+        key = (o.group.label, o.param.dtype, o.param.device)
+        size = o.param.numel() * o.param.element_size()
+        run, filled = open_runs.get(key, ([], 0))
+        if not run or filled + size > bucket_bytes:
+            run, filled = [], 0
+            runs.append(run)
+        run.append(o)
+        open_runs[key] = (run, filled + size)
+    buckets = []
+    for run in runs:
+        first = run[0].param
+        flat = torch.zeros(sum(o.param.numel() for o in run), dtype=first.dtype, device=first.device)
+        pieces = flat.split([o.param.numel() for o in run])
+        views = [piece.view(o.param.shape) for piece, o in zip(pieces, run, strict=True)]
+        buckets.append(Bucket(run[0].group, run, flat, views))
+    return buckets

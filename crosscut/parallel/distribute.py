@@ -1,0 +1,346 @@
+"""`distribute`: a plain model, a dims table and a layout become one rank's share of the model, ready to train.
+
+The plan is derived once (layout/rules.py) and everything here executes it: which slice of each parameter is held, what
+happens at each boundary, over which axes a gradient is summed. What this engine cannot execute yet is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from crosscut.comm import pairs
+from crosscut.comm.context import Context
+from crosscut.comm.group import Group
+from crosscut.layout.layout import Layout
+from crosscut.layout.plan import Plan
+from crosscut.layout.rules import derive
+from crosscut.layout.spec import Dims
+from crosscut.parallel import clip
+from crosscut.parallel.batch import Batch, MicroBatch
+from crosscut.parallel.contract import ContractMode
+from crosscut.parallel.data import BucketReducer, NaiveReducer, Owed, Reducer
+from crosscut.parallel.inspect import accepts_positions, loss_kind, spec_from_module
+from crosscut.parallel.loss import LossMode
+from crosscut.parallel.materialize import build_whole, hold_share
+from crosscut.parallel.pipeline.runtime import StageRun, StageWork
+from crosscut.parallel.pipeline.schedules import Action, add_communication, build, forward_only
+from crosscut.parallel.pipeline.stage import Stage
+from crosscut.parallel.tensor import cut_embedding, install_boundaries
+
+LossFn = Callable[[Tensor, Tensor], Tensor]
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """loss: the mean over all valid tokens of the global batch, the same on every rank. num_tokens: how many they were."""
+
+    loss: float
+    num_tokens: int
+
+
+def distribute(
+    model: nn.Module | Callable[[], nn.Module],
+    dims: Dims,
+    layout: Layout,
+    ctx: Context,
+    *,
+    loss_fn: LossFn,
+    batch: int | None = None,
+    seq: int | None = None,
+    seed: int = 0,
+    bucket_bytes: int = 25_000_000,
+) -> DistributedModel:
+    """Cut `model` for this rank under `layout`. Called by every rank; returns a DistributedModel.
+
+    model: a callable that builds it, or a module. A built model with an `init_table()` is drawn layout-free, each rank
+    only its share; another one is built whole on every rank under manual_seed(seed), then cut. A module that is handed
+    over keeps its values (rank 0's, on every rank).
+    loss_fn(output, labels) -> the mean over its valid tokens (labels that are not -100) or, with float labels, its rows.
+    batch, seq: rows of a global batch and tokens a row, for the predicted bytes; by default those of the first batch.
+    bucket_bytes: the size of gradient buckets; 0 sums each gradient by itself after backward.
+
+    Raises ValueError (LayoutError) before anything runs when the layout does not fit the model, the model breaks the
+    contract of docs/model_contract.md, or the engine cannot execute the layout yet.
+    """
+    return DistributedModel(model, dims, layout, ctx, loss_fn, batch, seq, seed, bucket_bytes)
+
+
+class DistributedModel:
+    """One rank's share of a model under a layout. Attributes: `plan`, `layout`, `ctx`, `module` (this rank's stage)."""
+
+    def __init__(
+        self,
+        model: nn.Module | Callable[[], nn.Module],
+        dims: Dims,
+        layout: Layout,
+        ctx: Context,
+        loss_fn: LossFn,
+        batch: int | None,
+        seq: int | None,
+        seed: int,
+        bucket_bytes: int,
+    ) -> None:
+        refuse_unsupported(layout)
+        self.layout, self.ctx, self.loss_fn, self._dims = layout, ctx, loss_fn, dims
+        self.module, drawn = build_whole(model, seed, ctx)
+        self.spec = spec_from_module(self.module, dims, loss=loss_kind(dims))
+        # A plan without a batch size is complete but for the bytes of activations; any legal size will do for it.
+        self.plan = derive(self.spec, layout, batch=batch or _smallest_batch(layout), seq=seq or _smallest_seq(layout))
+        self._sized = batch is not None
+        ctx.set_mesh(layout.mesh, self.plan.group_axes)
+        self.stage = Stage(self.module, self.plan, ctx.coords["pp"], layout.mesh.size("pp"))
+        hold_share(self.module, self.plan, ctx, DTYPES[layout.precision.compute], drawn, seed)
+        self._tied_groups = self._make_tied_groups()
+        self._positions = accepts_positions(self.module)
+        self._install()
+        self._reducer: Reducer = self._make_reducer(bucket_bytes)
+        self._checked = False
+
+    # ---- one step -------------------------------------------------------------------------------------------------
+
+    def forward_backward(self, batch: Batch) -> StepOutput:
+        """Forward and backward of one global batch, with every derived collective. Gradients are then complete: summed
+        over the ranks that owe a part. They accumulate over calls like any `.grad`; call `zero_grad` between steps."""
+        if len(batch.micro) != self.layout.micro_batches:
+            raise ValueError(f"the batch has {len(batch.micro)} micro-batches, the layout {self.layout.micro_batches}")
+        pp = self.layout.mesh.size("pp")
+        # Without stages a micro-batch's backward follows its forward at once: plain gradient accumulation.
+        schedule = build(self.layout.schedule.name if pp > 1 else "1f1b", pp, len(batch.micro))
+        actions = schedule[self.stage.index]
+        output = self._run(batch, actions, "step")
+        self._reducer.finish()
+        self._sum_tied()
+        return output
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> StepOutput:
+        """The loss of one global batch. Its communication is counted as `control`: it is no part of a step."""
+        training = self.module.training
+        self.module.eval()
+        try:
+            with self.ctx.ledger.control():
+                schedule = add_communication(forward_only(self.layout.mesh.size("pp"), len(batch.micro)))
+                return self._run(batch, schedule[self.stage.index], "control")
+        finally:
+            self.module.train(training)
+
+    def clip_grad_norm_(self, max_norm: float | None, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over the whole model is at most max_norm (None: only measure).
+
+        Returns the norm before scaling, 0-d, the same on every rank: each logical element is counted once.
+        """
+        norm = clip.global_norm(
+            (p.grad for name, p in self.named_parameters() if p.grad is not None and self.counts(name)),
+            self._world, norm_type, self._scalar_dtype, "step",
+        )  # fmt: skip
+        if max_norm is not None:
+            clip.scale_gradients((p for _, p in self.named_parameters()), norm, max_norm)
+        return norm
+
+    def optimizer(self, cls: type[torch.optim.Optimizer], *, group_fn: Callable | None = None, **kw: Any) -> torch.optim.Optimizer:
+        """An optimizer of class `cls` over this rank's parameters.
+
+        group_fn(name, shape) -> options of that parameter (logical name and whole shape), e.g. {"weight_decay": 0.0};
+        parameters with the same options form a group.
+        """
+        groups: dict[tuple, dict[str, Any]] = {}
+        for name, p in self.named_parameters():
+            if p.requires_grad:
+                options = group_fn(name, self.plan.params[name].shape) if group_fn else {}
+                group = groups.setdefault(tuple(sorted(options.items())), {**options, "params": [], "names": []})
+                group["params"].append(p)
+                group["names"].append(name)
+        for group in groups.values():
+            del group["names"]
+        return cls(list(groups.values()), **kw)
+
+    # ---- what a rank holds ----------------------------------------------------------------------------------------
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name in the whole model, this rank's local parameter); a tied parameter once, under the first name held."""
+        yield from self.module.named_parameters()
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank counts its part of `name` in sums over the model, and writes it to checkpoints: it stands at
+        coordinate 0 of every axis that replicates the parameter (and, of tied ends, on the first stage)."""
+        param, coords = self.plan.params[name], self.ctx.coords
+        if coords["pp"] != param.stages[0]:
+            return False
+        return all(coords[a] == 0 for a in self.layout.mesh.axes if a != "pp" and a not in param.cut_axes)
+
+    # ---- inside ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _world(self) -> Group:
+        return self.ctx.group(self.layout.mesh.axes)
+
+    @property
+    def _scalar_dtype(self) -> torch.dtype:
+        return torch.float64 if self.layout.precision.compute == "fp64" else torch.float32
+
+    def _install(self) -> None:
+        """Boundaries get their hooks, a vocab-cut Embedding its masked look-up."""
+        modules = {name: m for name, m in self.module.named_modules(remove_duplicate=False) if name}
+        self._columns: dict[int, str] = {}
+        self._rows: dict[int, str] = {}
+        axes: set[str] = set()
+        for name, param in self.plan.params.items():
+            owner = modules.get(name.rpartition(".")[0])
+            if owner is None or not name.endswith("weight") or not isinstance(owner, (nn.Linear, nn.Embedding)):
+                continue
+            if param.axis_cuts[0] and isinstance(owner, nn.Embedding):
+                cut_embedding(owner, self.ctx.group(param.axis_cuts[0]))
+            elif isinstance(owner, nn.Linear):
+                for dim, found in enumerate((self._columns, self._rows)):
+                    if param.axis_cuts[dim]:
+                        found[id(owner.weight)] = name
+                        axes.update(param.axis_cuts[dim])
+        self._watch: ContractMode | None = None
+        install_boundaries(self.plan, self.ctx, modules, self._settle)
+        self._cut_label = self.layout.mesh.label(tuple(axes))
+
+    def _settle(self, x: Tensor) -> None:
+        if self._watch is not None:
+            self._watch.settle(x)
+
+    def _make_reducer(self, bucket_bytes: int) -> Reducer:
+        owed = [
+            Owed(name, p, self.ctx.group(self.plan.params[name].sum_axes))
+            for name, p in self.named_parameters()
+            if p.requires_grad
+        ]
+        return BucketReducer(owed, bucket_bytes) if bucket_bytes else NaiveReducer(owed)
+
+    def _run(self, batch: Batch, actions: Sequence[Action], kind: str) -> StepOutput:
+        micro, ctx = batch.micro, self.ctx
+        self._size_plan(micro)
+        labels = ctx.group(self.plan.loss.label_axes)
+        counts = [m.num_terms for m in micro]
+        total = torch.tensor(sum(counts), dtype=torch.int64, device=ctx.device)
+        num_tokens = int(labels.all_reduce(total, tag="loss/step", kind=kind))
+        losses = torch.zeros((), dtype=self._scalar_dtype, device=ctx.device)
+
+        def forward(m: int, received: Tensor | None) -> Tensor:
+            with self._contract():
+                kwargs = {"positions": micro[m].positions} if self._positions else {}
+                output = self.stage.forward(received, self._cast(micro[m].inputs), **kwargs)
+            if not self.stage.is_last:
+                return output
+            loss = self._loss(output, micro[m]) * (counts[m] / max(num_tokens, 1))
+            losses.add_(loss.detach())
+            return loss
+
+        work = StageWork(
+            forward, lambda m: self._hidden(micro[m]), self._reducer.last_backward, _boundary_tag, self.stage.is_last
+        )
+        StageRun(actions, work, [ctx.group("pp", channel=0), ctx.group("pp", channel=1)], kind).run()
+        if self.stage.is_last:
+            labels.all_reduce(losses, tag="loss/step", kind=kind)
+        pp = ctx.group("pp")
+        pp.broadcast(losses, src=pp.size - 1, tag="loss/step", kind=kind)
+        return StepOutput(float(losses), num_tokens)
+
+    def _loss(self, output: Tensor, micro: MicroBatch) -> Tensor:
+        labels = micro.labels
+        for axis in self.plan.loss.label_seq_axes:  # sequence-cut logits see their own labels
+            labels = pairs.own_slice(labels, self.ctx.group(axis), 1)
+        with LossMode(output, self.ctx.group(self.plan.loss.vocab_axes), tag="loss/forward"):
+            loss = self.loss_fn(output, self._cast(labels))
+        if loss.ndim:
+            raise ValueError(f"loss_fn returned shape {tuple(loss.shape)}; it must return the mean, one number")
+        return loss
+
+    def _cast(self, x: Tensor) -> Tensor:
+        return x.to(DTYPES[self.layout.precision.compute]) if x.is_floating_point() else x
+
+    def _hidden(self, micro: MicroBatch) -> Tensor:
+        """An empty hidden value of the stage boundary, for this micro-batch's rows and length."""
+        shape = list(self.plan.hidden_shape)
+        shape[0] = micro.inputs.size(0)
+        if self.plan.seq is not None:
+            shape[1] = shape[1] * micro.inputs.size(1) // self.plan.seq
+        return torch.empty(shape, dtype=DTYPES[self.layout.precision.compute], device=self.ctx.device)
+
+    def _contract(self):  # type: ignore[no-untyped-def]
+        """The first forward with cut Linears is watched; the rest run free."""
+        if self._checked or not (self._columns or self._rows):
+            return nullcontext()
+        self._checked = True
+        return _Watching(self)
+
+    def _size_plan(self, micro: tuple[MicroBatch, ...]) -> None:
+        """Derive again with the sizes of the first batch, so that the rules' bytes are those that will be counted."""
+        if self._sized:
+            return
+        rows = micro[0].inputs.size(0) * len(micro)
+        for axis in self.layout.batch_axes:
+            rows *= self.layout.mesh.size(axis)
+        seq = micro[0].inputs.size(1) if self.plan.seq is not None else None
+        self.plan = derive(self.spec, self.layout, batch=rows, seq=seq)
+        self._sized = True
+
+    def _make_tied_groups(self) -> dict[tuple[int, int], Group]:
+        """This rank's group of two for each pair of stages that share a weight. Every rank helps to make all of them."""
+        mesh, own = self.layout.mesh, {}
+        for stages in sorted({tied.stages for tied in self.plan.tied}):
+            if stages == (0, mesh.size("pp") - 1) and mesh.size("pp") == 2:
+                own[stages] = self.ctx.group("pp")
+                continue
+            for column in mesh.partition(("pp",)):
+                pair = self.ctx.new_group(sorted(column[s] for s in stages), "pp")
+                if self.ctx.rank in pair.ranks:
+                    own[stages] = pair
+        return own
+
+    def _sum_tied(self) -> None:
+        """Ends that share a weight on two stages: each has a part of its gradient."""
+        params = dict(self.module.named_parameters())
+        for tied in self.plan.tied:
+            held = next((params[n] for n in tied.names if n in params), None)
+            if held is not None and held.requires_grad and self.ctx.coords["pp"] in tied.stages:
+                if held.grad is None:
+                    held.grad = torch.zeros_like(held)
+                self._tied_groups[tied.stages].all_reduce(held.grad, tag=tied.tag)
+
+
+class _Watching:
+    """Makes the contract mode active and known to the boundaries' exits."""
+
+    def __init__(self, model: DistributedModel) -> None:
+        self.model = model
+
+    def __enter__(self) -> None:
+        self.model._watch = ContractMode(self.model._columns, self.model._rows, self.model._cut_label)
+        self.model._watch.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        assert self.model._watch is not None
+        self.model._watch.__exit__(*error)
+        self.model._watch = None
+
+
+def _boundary_tag(action: Action) -> str:
+    """The rule's name of a transfer between two stages, the same at both ends."""
+    assert action.peer is not None
+    first = min(action.stage, action.peer)
+    return f"stage {first} -> {first + 1}/{'forward' if action.kind.endswith('F') else 'backward'}"
+
+
+def refuse_unsupported(layout: Layout) -> None:
+    """Raise ValueError naming what this engine cannot execute yet; the layout can still be explained and priced."""
+    for axis in ("cp",):
+        if layout.mesh.size(axis) > 1:
+            raise ValueError(f"mesh axis {axis}={layout.mesh.size(axis)} cannot be executed yet (explain shows it); use dp, tp and pp")
+    if layout.store.zero:
+        raise ValueError(f"store zero={layout.store.zero} cannot be executed yet (explain shows it); use zero = 0")
+    if layout.recompute.policy != "none" or layout.recompute.regather:
+        raise ValueError(f"recompute policy {layout.recompute.policy!r} cannot be executed yet; use policy = \"none\"")
+    if layout.precision.compute not in DTYPES or layout.precision.reduce not in DTYPES:
+        raise ValueError(f"precision compute={layout.precision.compute!r} cannot be executed yet; use one of {', '.join(DTYPES)}")

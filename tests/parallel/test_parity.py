@@ -1,0 +1,131 @@
+"""Every product of dp, tp and pp that the sizes admit computes the single-device step, in fp64, in the threads world;
+and what the ledger counts is what the rules predict, to the byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from crosscut.layout.layout import Layout
+from crosscut.models.mlp import mean_square
+from crosscut.models.transformer import next_token_loss
+from crosscut.testing.parity import RankReport, assert_parity
+from tests.parallel import models
+
+WORLDS = (1, 2, 3, 4, 6, 8)
+STEPS = 3
+
+
+def check_bytes(reports: list[RankReport], steps: int = STEPS) -> None:
+    """predicted = counted: bytes by tag, axis and op; calls too where the rules say how many."""
+    for rank, report in enumerate(reports):
+        predicted: dict[tuple[str, str, str], list[int]] = {}
+        calls: dict[tuple[str, str, str], int | None] = {}
+        for rule in report.plan.rules(report.coords["pp"]):
+            key = (rule.tag, rule.axis, rule.op)
+            entry = predicted.setdefault(key, [0])
+            entry[0] += rule.bytes * steps
+            before = calls.setdefault(key, 0)
+            calls[key] = None if rule.calls is None or before is None else before + rule.calls * steps
+        counted = {(tag, *key): value for tag, by in report.by_tag.items() for key, value in by.items()}
+        assert set(counted) == set(predicted), f"rank {rank}: {sorted(set(counted) ^ set(predicted))}"
+        for key, (num_calls, num_bytes) in counted.items():
+            assert num_bytes == predicted[key][0], f"rank {rank}, {key}: counted {num_bytes}, predicted {predicted[key][0]}"
+            if calls[key] is not None:
+                assert num_calls == calls[key], f"rank {rank}, {key}: counted {num_calls} calls, predicted {calls[key]}"
+
+
+def admitted(pp: int, tp: int, *, layers: int, divides_tp: int) -> bool:
+    return layers % pp == 0 and divides_tp % tp == 0
+
+
+def transformer_cases():  # type: ignore[no-untyped-def]
+    for variant, sizes in models.VARIANTS.items():
+        heads = sizes.get("kv_heads", sizes["heads"])
+        for world in WORLDS:
+            for pp, dp, tp in models.factorisations(world):
+                if admitted(pp, tp, layers=sizes["layers"], divides_tp=heads):
+                    for schedule, micro in (("1f1b", 1), ("gpipe", 2), ("1f1b", 3)):
+                        yield pytest.param(variant, pp, dp, tp, schedule, micro, id=f"{variant}-pp{pp}dp{dp}tp{tp}-{schedule}{micro}")
+
+
+@pytest.mark.parametrize("variant, pp, dp, tp, schedule, micro", transformer_cases())
+def test_transformer(variant: str, pp: int, dp: int, tp: int, schedule: str, micro: int) -> None:
+    build, dims = models.transformer(variant)
+    layout = Layout.of({"pp": pp, "dp": dp, "tp": tp}, schedule=schedule, micro_batches=micro)
+    data = models.token_batches(dp * micro, 5, models.VARIANTS[variant]["vocab"], STEPS)
+    reports = assert_parity(build, dims, data, layout, loss_fn=next_token_loss, bucket_bytes=20_000)
+    check_bytes(reports)
+
+
+def mlp_cases():  # type: ignore[no-untyped-def]
+    for form in ("gather", "pairs"):
+        for world in WORLDS:
+            for pp, dp, tp in models.factorisations(world):
+                layers = 12 if form == "pairs" else 6 if pp in (3, 6) else 8
+                pairs_whole = form == "gather" or tp == 1 or layers // pp % 2 == 0 if layers % pp == 0 else False
+                if layers % pp == 0 and 24 % tp == 0 and pairs_whole:
+                    for micro in (1, 2):
+                        yield pytest.param(form, layers, pp, dp, tp, micro, id=f"{form}-pp{pp}dp{dp}tp{tp}-m{micro}")
+
+
+@pytest.mark.parametrize("form, layers, pp, dp, tp, micro", mlp_cases())
+def test_mlp(form: str, layers: int, pp: int, dp: int, tp: int, micro: int) -> None:
+    build, dims = models.mlp(form, layers)
+    layout = Layout.of({"pp": pp, "dp": dp, "tp": tp}, micro_batches=micro)
+    data = models.feature_batches(dp * micro * 2, 24, STEPS)
+    reports = assert_parity(build, dims, data, layout, loss_fn=mean_square, max_norm=0.01, bucket_bytes=1)
+    check_bytes(reports)
+
+
+def test_the_cases_are_there() -> None:
+    """The matrix holds what its name promises: every variant, three-way products, a middle stage, axes of 1 to 4."""
+    cases = [c.values for c in transformer_cases()]
+    assert {c[0] for c in cases} == set(models.VARIANTS)
+    assert any(pp > 1 and dp > 1 and tp > 1 for _, pp, dp, tp, _, _ in cases)
+    for position in (1, 2, 3):
+        assert {1, 2, 3, 4} <= {c[position] for c in cases}
+    build, _ = models.transformer("tied")
+    module = build()
+    assert module.head.weight is module.embed.weight
+
+
+def test_naive_and_bucketed_agree() -> None:
+    build, dims = models.transformer("plain")
+    data = models.token_batches(6, 5, 48)
+    for size in (0, 1, 997, 10**9):
+        assert_parity(build, dims, data, Layout.of("dp=3"), loss_fn=next_token_loss, bucket_bytes=size)
+
+
+def test_rep_axis() -> None:
+    build, dims = models.transformer("plain")
+    data = models.token_batches(8, 5, 48)
+    check_bytes(assert_parity(build, dims, data, Layout.of("rep=2,dp=2"), loss_fn=next_token_loss))
+
+
+def test_vocab_not_cut() -> None:
+    build, dims = models.transformer("plain")
+    layout = Layout.of("tp=2", cuts={"heads": "tp", "mlp": "tp", "batch": "dp", "layers": "pp"})
+    check_bytes(assert_parity(build, dims, models.token_batches(4, 5, 48), layout, loss_fn=next_token_loss))
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2", "tp=2", "pp=2", "dp=2,tp=2", "pp=2,tp=2", "pp=2,dp=2", "pp=2,dp=2,tp=2", "dp=3"])
+@pytest.mark.parametrize("variant", ["plain", "tied", "bias", "gqa"])
+def test_norm_counts_every_parameter_once(mesh: str, variant: str) -> None:
+    from crosscut.comm.launch import spawn
+
+    build, dims = models.transformer(variant)
+    whole = sum(p.numel() for p in build().parameters())
+    layout = Layout.of(mesh, compute="fp64")
+    for norm in spawn(_norm_of_ones, build, dims, layout, world_size=layout.mesh.world_size, backend="threads"):
+        assert round(norm**2) == whole
+        assert abs(norm**2 - whole) < 1e-6 * whole
+
+
+def _norm_of_ones(ctx, build, dims, layout):  # type: ignore[no-untyped-def]
+    from crosscut.parallel.distribute import distribute
+
+    model = distribute(build, dims, layout, ctx, loss_fn=next_token_loss)
+    for _, p in model.named_parameters():
+        p.grad = torch.ones_like(p)
+    return float(model.clip_grad_norm_(1.0))
