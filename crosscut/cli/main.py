@@ -128,7 +128,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: this process's) and return the exit code. Never raises for a user's error."""
+    """Run the command line `argv` (default: this process's) ; the exit code. Never raises for a user's error."""
     words = list(sys.argv[1:] if argv is None else argv)
     debug = DEBUG in words
     words = [word for word in words if word != DEBUG]

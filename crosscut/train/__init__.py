@@ -1,0 +1,1 @@
+"""Training on text: config, data, optimizer, checkpoints, the loop. `config` and `corpus` import no torch."""
