@@ -58,7 +58,8 @@ def normal_cuts(cuts: Mapping[str, object], mesh: Mesh) -> dict[str, tuple[str, 
         out[dim] = axes
     if out.get("kv_heads", out.get("heads", ())) != out.get("heads", ()):
         raise LayoutError(
-            f"[cuts] kv_heads = {list(out['kv_heads'])} must be cut like heads = {list(out.get('heads', ()))}; leave it out"
+            f"[cuts] kv_heads = {list(out['kv_heads'])} must be cut like heads = {list(out.get('heads', ()))}; "
+            "leave kv_heads out"
         )
     if "heads" in out:
         out["kv_heads"] = out["heads"]
@@ -71,16 +72,16 @@ def _check_sharing(cuts: Cuts, mesh: Mesh) -> None:
     for axis in mesh.axes:
         dims = [d for d, axes in cuts.items() if axis in axes]
         if "layers" in dims and axis != "pp":
-            raise LayoutError(f"[cuts] layers = {axis!r}: layers are cut over pp only; write layers = \"pp\"")
+            raise LayoutError(f'[cuts] layers = {axis!r}: layers are cut over pp only; write layers = "pp"')
         if axis == "pp" and dims and dims != ["layers"]:
             other = next(d for d in dims if d != "layers")
             raise LayoutError(f"[cuts] {other} = 'pp': pp cuts layers only; cut {other} over dp, cp or tp")
         clash = [d for d in dims if d not in ("batch", "experts")]
         if "batch" in dims and clash:
-            raise LayoutError(f"[cuts] axis {axis!r} is cut twice: it cannot divide both batch and {clash[0]}; drop one")
+            raise LayoutError(f"[cuts] axis {axis!r} is cut twice: it divides both batch and {clash[0]}; drop one")
         if mesh.size(axis) > 1 and not dims:
             hint = USUAL_CUTS[axis][0]
-            raise LayoutError(f"mesh axis {axis}={mesh.size(axis)} cuts no dim; add {hint} = \"{axis}\" to [cuts]")
+            raise LayoutError(f'mesh axis {axis}={mesh.size(axis)} cuts no dim; add {hint} = "{axis}" to [cuts]')
 
 
 def claims(dims: Iterable[Iterable[str]], cuts: Cuts, mesh: Mesh) -> tuple[tuple[str, ...], ...]:

@@ -33,12 +33,13 @@ def _decide(
             v = layout.schedule.virtual_stages
             how = f"{len(stages.layer_stages)} layers -> {stages.num_stages} stages of {each}"
             why = f"{v} stages a rank, dealt round" if v > 1 else "consecutive layers stay together"
-            yield Decision(dim, axes, how, f"{why}; before the first: {_names(stages.before)}; after the last: {_names(stages.after)}")
+            ends = f"before the first: {_names(stages.before)}; after the last: {_names(stages.after)}"
+            yield Decision(dim, axes, how, f"{why}; {ends}")
         elif dim == "batch":
             rows = sizes.of["batch"]
             how = f"{rows * m} rows -> {m} micro-batch{'es' * (m > 1)} -> {rows // count} rows a rank each"
-            yield Decision(dim, axes, how, "micro-batches first, then ranks: the data order does not depend on the layout")
-        elif dim == "seq" and seq is None or dim != "seq" and dim not in sizes.of:
+            yield Decision(dim, axes, how, "micro-batches first, then ranks: no layout changes the order of the data")
+        elif dim not in sizes.of:
             yield Decision(dim, axes, "ignored", f"{spec.name} has no dim {dim}")
         elif dim == "seq":
             assert seq is not None
@@ -56,7 +57,8 @@ def _decide(
     store = layout.store
     if store.zero:
         axes = mesh.ordered(store.optimizer)
-        what = ("optimizer state", "optimizer state and gradients", "optimizer state, gradients and parameters")[store.zero - 1]
+        kept = ("optimizer state", "gradients", "parameters")[: store.zero]
+        what = " and ".join(filter(None, (", ".join(kept[:-1]), kept[-1])))
         if axes:
             how = f"zero={store.zero}: {what} kept cut"
             why = "each parameter's dim 0, padded in flight only"

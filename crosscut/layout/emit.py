@@ -11,7 +11,7 @@ from math import prod
 
 from crosscut.layout.layout import Layout
 from crosscut.layout.params import Sizes, check_divides
-from crosscut.layout.plan import LossPlan, ParamPlan, Rule, Site
+from crosscut.layout.plan import Action, LossPlan, ParamPlan, Rule, Site
 from crosscut.layout.sites import outside
 from crosscut.layout.spec import DimExpr
 from crosscut.layout.store import DTYPES
@@ -43,44 +43,44 @@ class Emitter:
 
     def site_rules(self, site: Site, back_in: bool, back_out: bool, regather: bool, recompute: bool) -> Iterator[Rule]:
         """A boundary's rules. back_in, back_out: whether its input and its output carry a gradient."""
-        dtype, m = self.layout.precision.compute, self.layout.micro_batches
-        n = self.layout.mesh.size
+        entry, exit_ = [], []
         forward: list[Rule] = []
-        backward: list[Rule] = []
+
+        def one(phase: str, op: str, action: Action, shape: tuple[int, ...], where: str, note: str = "") -> Rule:
+            dtype, m = self.layout.precision.compute, self.layout.micro_batches
+            return self.rule(site.module, phase, op, action.axes, shape, dtype, m, where, note)
+
         shape = list(self.local_shape(site.in_dims))
         for a in site.entry:
-            if a.fn == "gather":
-                assert a.dim is not None
-                shape[a.dim] *= n(a.axes)
-                forward.append(self.rule(site.module, "forward", "all_gather", a.axes, tuple(shape), dtype, m, "entry"))
+            back = back_in and a.needs_grad
+            if a.fn == "gather" and a.dim is not None:
+                shape[a.dim] *= self.layout.mesh.size(a.axes)
+                forward.append(one("forward", "all_gather", a, tuple(shape), "entry"))
                 if regather:
-                    note = "the input again: only its own slice was kept"
-                    backward.append(
-                        self.rule(site.module, "backward", "all_gather", a.axes, tuple(shape), dtype, m, "entry", note)
-                    )
-                if back_in and a.needs_grad:
-                    backward.append(
-                        self.rule(site.module, "backward", "reduce_scatter", a.axes, tuple(shape), dtype, m, "entry")
-                    )
-            elif a.fn == "enter" and back_in and a.needs_grad:
-                backward.append(self.rule(site.module, "backward", "all_reduce", a.axes, tuple(shape), dtype, m, "entry"))
+                    again = "the input again: only its own slice was kept"
+                    entry.append(one("backward", "all_gather", a, tuple(shape), "entry", again))
+                if back:
+                    entry.append(one("backward", "reduce_scatter", a, tuple(shape), "entry"))
+            elif a.fn == "enter" and back:
+                entry.append(one("backward", "all_reduce", a, tuple(shape), "entry"))
         for a, before, after in self._exit_shapes(site):
-            op = {"leave": "all_reduce", "scatter_sum": "reduce_scatter", "slice": ""}.get(a.fn, "all_gather")
-            if op:
-                moved = after if op == "all_gather" else before
-                forward.append(self.rule(site.module, "forward", op, a.axes, moved, dtype, m, "exit"))
-            back = {"scatter_sum": ("all_gather", before), "gather": ("reduce_scatter", after)}.get(a.fn)
-            if back and back_out:
-                backward.append(self.rule(site.module, "backward", back[0], a.axes, back[1], dtype, m, "exit"))
+            if a.fn in ("leave", "scatter_sum"):
+                forward.append(one("forward", "all_reduce" if a.fn == "leave" else "reduce_scatter", a, before, "exit"))
+            elif a.fn in ("gather", "gather_replicated"):
+                forward.append(one("forward", "all_gather", a, after, "exit"))
+            if a.fn == "scatter_sum" and back_out:
+                exit_.append(one("backward", "all_gather", a, before, "exit"))
+            elif a.fn == "gather" and back_out:
+                exit_.append(one("backward", "reduce_scatter", a, after, "exit"))
         yield from forward
         if recompute:
             yield from (replace(r, phase="recompute") for r in forward)
-        yield from backward
+        yield from (*exit_, *entry)  # backward runs from the exit to the entry
 
-    def _exit_shapes(self, site: Site):  # type: ignore[no-untyped-def]
+    def _exit_shapes(self, site: Site) -> Iterator[tuple[Action, tuple[int, ...], tuple[int, ...]]]:
         """(action, shape before, shape after) of each exit action, found backwards from the declared output."""
         shape = list(self.local_shape(site.out_dims))
-        out = []
+        out: list[tuple[Action, tuple[int, ...], tuple[int, ...]]] = []
         for a in reversed(site.exit):
             after = tuple(shape)
             if a.dim is not None:
@@ -119,7 +119,8 @@ class Emitter:
             if last:
                 yield self.rule("loss", "step", "all_reduce", loss.label_axes, (), scalar, 1, note="reported loss")
         if mesh.size("pp") > 1:
-            yield self.rule("loss", "step", "broadcast", ("pp",), (), scalar, 1, note="reported loss, from the last stage")
+            note = "reported loss, from the last stage"
+            yield self.rule("loss", "step", "broadcast", ("pp",), (), scalar, 1, note=note)
         everyone = mesh.ordered(mesh.axes)
         if everyone:
             yield self.rule("clip", "step", "all_reduce", everyone, (), scalar, 1, note="squared gradient norm")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class LayoutError(ValueError):
-    """A layout, a dims table or their combination is wrong; the message is one line: the offending value and the fix."""
+    """A layout, a dims table or both together are wrong. The message is one line: the offending value and the fix."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

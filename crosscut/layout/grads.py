@@ -28,7 +28,7 @@ def head_axes(p: ParamPlan, layout: Layout) -> tuple[str, ...]:
 
 
 def sum_axes(p: ParamPlan, placed: Placed | None, lead: tuple[str, ...], layout: Layout) -> tuple[str, ...]:
-    """The axes that cut a dim of the activation `p` acts on and not a dim of `p`: its gradient is summed over these."""
+    """The axes over which the gradient of `p` is summed: those that cut the value it acts on and not `p` itself."""
     if placed is None:
         dims = acting_dims(p, lead)
         acting = {a for name, axes in zip(dims, outside(dims, layout), strict=True) if name in LEAD for a in axes}
@@ -71,7 +71,7 @@ def check(
                 inside_some.add(p.name)
                 if acted.value == Partial() and p.kind not in ("embedding.weight", "linear.bias"):
                     raise LayoutError(
-                        f"boundary {site.module!r} over {axis}: {p.name} acts on a look-up that is still a partial sum; "
+                        f"boundary {site.module!r} over {axis}: {p.name} acts on a look-up that is still partial; "
                         "make the Embedding its own boundary"
                     )
                 if _gradient_is_partial(end if p.name in site.row_biases else acted):
@@ -112,4 +112,4 @@ def _check_loss(final_dims: tuple[str, ...], loss: LossPlan, axes: list[str], la
         cuts_labels = isinstance(flow.value, Cut) and flow != cut(FEATURES)
         if cuts_labels != (axis in loss.label_axes):
             word = "does not sum" if cuts_labels else "sums"
-            raise LayoutError(f"the loss over {axis}: its value is {flow.value}, and the token count {word} over {axis}")
+            raise LayoutError(f"the loss over {axis}: the output is {flow.value}, yet the token count {word} over it")

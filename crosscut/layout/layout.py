@@ -1,10 +1,10 @@
-"""The layout: one frozen value that says how a step is divided over ranks. TOML in and out, short forms, adjustments."""
+"""The layout: one frozen value that says how a step is divided over ranks. TOML in and out, short forms."""
 
 from __future__ import annotations
 
-import tomllib
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,11 @@ from crosscut.layout.errors import LayoutError, nearest
 from crosscut.layout.mesh import AXES, Mesh
 from crosscut.layout.store import Context, Precision, Recompute, Schedule, Store, choice, whole
 from crosscut.layout.toml import write_toml
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "mesh": (*AXES, "order"),
@@ -35,29 +40,32 @@ class Layout:
 
     mesh: Mesh
     cuts: Mapping[str, tuple[str, ...]]  # dim -> axes, outermost first
-    store: Store = Store()
-    schedule: Schedule = Schedule()
-    recompute: Recompute = Recompute()
-    precision: Precision = Precision()
-    context: Context = Context()
+    store: Store = field(default_factory=Store)
+    schedule: Schedule = field(default_factory=Schedule)
+    recompute: Recompute = field(default_factory=Recompute)
+    precision: Precision = field(default_factory=Precision)
+    context: Context = field(default_factory=Context)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cuts", normal_cuts(self.cuts, self.mesh))
         pp, m = self.mesh.size("pp"), self.schedule.micro_batches
         if pp > 1 and not self.cuts.get("layers"):
-            raise LayoutError(f"pp={pp} cuts no layers; add layers = \"pp\" to [cuts]")
+            raise LayoutError(f'pp={pp} cuts no layers; add layers = "pp" to [cuts]')
         if pp > 1 and self.schedule.name == "interleaved" and m % pp:
             raise LayoutError(
                 f"[schedule] interleaved needs micro_batches in multiples of pp={pp}, not {m}; use {-(-m // pp) * pp}"
             )
         if pp > 1 and self.store.zero == 2:
             raise LayoutError(
-                f"zero=2 with pp={pp} would reduce every gradient once a micro-batch; use zero=1, or zero=3 (once a step)"
+                f"zero=2 with pp={pp} would reduce every gradient once a micro-batch; "
+                "use zero=1, or zero=3 (once a step)"
             )
         for key in ("optimizer", "gradients", "parameters"):
             axes = getattr(self.store, key)
             if axes != tuple(sorted(axes, key=self.mesh.axes.index)):
-                raise LayoutError(f"[store] {key} = {list(axes)} must be outermost first, as the mesh: {list(self.mesh.axes)}")
+                raise LayoutError(
+                    f"[store] {key} = {list(axes)} must be outermost first, as the mesh: {list(self.mesh.axes)}"
+                )
 
     def __hash__(self) -> int:
         return hash((self.mesh, tuple(self.cuts.items()), self.store, self.schedule, self.recompute, self.precision))

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from crosscut.layout.errors import LayoutError, divisors, nearest
+from crosscut.layout.errors import LayoutError, nearest
 
 AXES = ("pp", "rep", "dp", "cp", "tp")  # slowest links first: neighbours in tp are neighbours in rank
 
 NOT_AXES = {  # names people type that are something else here
-    "ep": "experts are cut over ranks that already exist: experts = \"dp\" in [cuts]",
-    "sp": "sequence parallelism runs over the tp ranks: --sp, or seq = \"tp\" in [cuts]",
+    "ep": 'experts are cut over ranks that already exist: experts = "dp" in [cuts]',
+    "sp": 'sequence parallelism runs over the tp ranks: --sp, or seq = "tp" in [cuts]',
     "fsdp": "what FSDP does is a store over dp: --zero 3",
     "ddp": "call it dp",
 }
@@ -52,20 +52,20 @@ class Mesh:
         axes = _ordered(order, sizes)
         autos = [a for a, n in sizes.items() if n == "auto"]
         if len(autos) > 1:
-            raise LayoutError(f"only one axis can be \"auto\", not {' and '.join(autos)}")
+            raise LayoutError(f'only one axis can be "auto", not {" and ".join(autos)}')
         fixed: dict[str, int] = {}
         for axis, size in sizes.items():
             if size == "auto":
                 continue
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise LayoutError(f"mesh axis {axis}={size!r} must be a whole number of at least 1, or \"auto\"")
+                raise LayoutError(f'mesh axis {axis}={size!r} must be a whole number of at least 1, or "auto"')
             fixed[axis] = size
         if autos:
             world, source = _world(world_size, autos[0])
             rest = math.prod(fixed.values())
             if world % rest:
                 raise LayoutError(
-                    f"{autos[0]}=\"auto\": the other axes take {rest} ranks, which does not divide {source} of {world}"
+                    f'{autos[0]}="auto": the other axes take {rest} ranks, which does not divide {source} of {world}'
                 )
             fixed[autos[0]] = world // rest
         mesh = cls(axes, tuple(fixed.get(a, 1) for a in axes))
@@ -157,12 +157,12 @@ def _parse(text: str) -> dict[str, int | str]:
     for item in filter(None, (p.strip() for p in text.split(","))):
         axis, eq, size = (p.strip() for p in item.partition("="))
         if not eq or not (size == "auto" or size.lstrip("-").isdigit()):
-            raise LayoutError(f"mesh {text!r}: {item!r} is not of the form axis=size, as in \"dp=2,tp=2\"")
+            raise LayoutError(f'mesh {text!r}: {item!r} is not of the form axis=size, as in "dp=2,tp=2"')
         if axis in sizes:
             raise LayoutError(f"mesh {text!r} gives axis {axis!r} twice")
         sizes[axis] = size if size == "auto" else int(size)
     if not sizes:
-        raise LayoutError(f"mesh {text!r} is empty; one rank is \"dp=1\"")
+        raise LayoutError(f'mesh {text!r} is empty; one rank is "dp=1"')
     return sizes
 
 
@@ -188,7 +188,7 @@ def _world(world_size: int | None, axis: str) -> tuple[int, str]:
     gpus = num_gpus()
     if gpus:
         return gpus, "the number of GPUs"
-    raise LayoutError(f"{axis}=\"auto\" needs a world size: give --world-size, set WORLD_SIZE, or write {axis} as a number")
+    raise LayoutError(f'{axis}="auto" needs a world size: give --world-size, set WORLD_SIZE, or write a number')
 
 
 def num_gpus() -> int:

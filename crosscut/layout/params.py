@@ -6,19 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from crosscut.layout.cuts import NEVER_CUT, PRECEDENCE, WIDTH_DIMS, claims
+from crosscut.layout.cuts import PRECEDENCE, WIDTH_DIMS, claims
 from crosscut.layout.errors import LayoutError, divisors, listed, nearest
 from crosscut.layout.layout import Layout
 from crosscut.layout.plan import ParamPlan, Range
 from crosscut.layout.spec import UNNAMED, DimExpr, ModelSpec, ParamSpec, Row, matches
 from crosscut.layout.stages import Stages
 
-DivideBy = Mapping[str, int]
-
 
 @dataclass(frozen=True)
 class Sizes:
-    """The size of every named dim of a model; `lead` sizes (batch, seq) are those of the whole step."""
+    """The size of every named dim of a model. `batch` is one micro-batch over all ranks, `seq` a whole sequence."""
 
     of: Mapping[str, int]
 
@@ -64,7 +62,7 @@ def dim_sizes(spec: ModelSpec) -> dict[str, int]:
             p, d, expr = left[0]
             names = [n for n in expr.names if n not in known]
             raise LayoutError(
-                f"parameter {p.name}, dim {expr.text!r} of size {p.shape[d]}: {' and '.join(names)} cannot be told from "
+                f"parameter {p.name}, dim {expr.text!r} of size {p.shape[d]}: {' and '.join(names)} not told by "
                 f"shapes; give one: Dims(..., sizes={{{names[0]!r}: ...}})"
             )
         open_ = left
@@ -91,7 +89,9 @@ def _solve(p: ParamSpec, d: int, expr: DimExpr, name: str, known: Mapping[str, i
         given, coefficient = (given, coefficient + others) if power else (given + others, coefficient)
     rest = p.shape[d] - given
     if rest <= 0 or rest % coefficient:
-        raise LayoutError(f"parameter {p.name}: dim {d} has size {p.shape[d]}, which {expr.text!r} cannot make with a whole {name}")
+        raise LayoutError(
+            f"parameter {p.name}: dim {d} has size {p.shape[d]}, which {expr.text!r} makes with no whole {name}"
+        )
     return rest // coefficient
 
 
@@ -104,14 +104,16 @@ def check_table(spec: ModelSpec, layout: Layout) -> None:
             raise LayoutError(f"dims table: row {pattern!r} fits no parameter of {spec.name}{nearest(pattern, names)}")
     for pattern, _ in spec.dims.boundaries:
         if not any(matches(pattern, m) for m in modules):
-            raise LayoutError(f"dims table: boundary {pattern!r} fits no module of {spec.name}{nearest(pattern, sorted(modules))}")
+            hint = nearest(pattern, sorted(modules))
+            raise LayoutError(f"dims table: boundary {pattern!r} fits no module of {spec.name}{hint}")
     needs = [a for a in layout.mesh.axes if layout.mesh.size(a) > 1 and a not in layout.batch_axes]
     missing = [p for p in spec.params if spec.dims.row(p.name) is None and p.tied_to is None]
     if needs and missing:
-        example = ", ".join("\"embed\"" for _ in missing[0].shape)
+        first = missing[0]
+        example = repr(tuple("embed" if d else "mlp" for d in range(len(first.shape))))
         raise LayoutError(
             f"{needs[0]}={layout.mesh.size(needs[0])} needs a row for every parameter of {spec.name}; without one: "
-            f"{listed(p.name for p in missing)}; a row reads Dims({{\"{missing[0].name}\": ({example}{',' * (len(missing[0].shape) == 1)}), ...}})"
+            f"{listed(p.name for p in missing)}; a row reads Dims({{{first.name!r}: {example}, ...}})"
         )
 
 
@@ -140,7 +142,9 @@ def row_claims(p: ParamSpec, row: Row, layout: Layout) -> tuple[tuple[str, ...],
             both &= {a for n in expr.names if n in WIDTH_DIMS for a in layout.axes_of(n)}
         if both:
             axis = min(both)
-            raise LayoutError(f"parameter {p.name}: axis {axis!r} is cut twice: both {row[0].text} and {row[1].text} take it")
+            raise LayoutError(
+                f"parameter {p.name}: axis {axis!r} is cut twice: both {row[0].text} and {row[1].text} take it"
+            )
         if cut_axes[0] and cut_axes[1]:
             raise LayoutError(f"parameter {p.name}: a Linear is cut by columns or by rows, not by both {cut_axes}")
     return cut_axes
@@ -175,17 +179,30 @@ def plan_params(spec: ModelSpec, layout: Layout, sizes: Sizes, stages: Stages) -
         store = layout.store
         taken = {a for axes in cut_axes for a in axes}
         kept = [
-            tuple(a for a in layout.mesh.ordered(axes) if a not in taken) if p.shape else ()
+            layout.mesh.ordered(set(axes) - taken) if p.shape else ()
             for axes in (store.optimizer, store.gradients, store.parameters)
         ]
         plans[p.name] = ParamPlan(
-            p.name, tuple(e.text for e in row) if row is not None else (), p.shape, local, cut_axes,
-            _parts(p, row, sizes), tuple(held), (), *kept, tied_to=p.tied_to, requires_grad=p.requires_grad,
+            name=p.name,
+            dims=tuple(e.text for e in row) if row is not None else (),
+            shape=p.shape,
+            local_shape=local,
+            axis_cuts=cut_axes,
+            parts=_parts(p, row, sizes),
+            stages=tuple(held),
+            sum_axes=(),
+            store_optimizer=kept[0],
+            store_gradients=kept[1],
+            store_parameters=kept[2],
+            tied_to=p.tied_to,
+            requires_grad=p.requires_grad,
             layer=stages.layer_of(p.name),
-        )  # fmt: skip
-    for p in plans.values():
-        if p.tied_to is not None and p.axis_cuts != plans[p.tied_to].axis_cuts:
-            raise LayoutError(f"parameter {p.name} is tied to {p.tied_to}, but their rows cut them differently; make them equal")
+        )
+    for name, plan in plans.items():
+        if plan.tied_to is not None and plan.axis_cuts != plans[plan.tied_to].axis_cuts:
+            raise LayoutError(
+                f"parameter {name} is tied to {plan.tied_to}, but their rows cut them differently; make the rows equal"
+            )
     return plans
 
 
@@ -201,6 +218,3 @@ def _parts(p: ParamSpec, row: Row | None, sizes: Sizes) -> tuple[tuple[Range, ..
             start += width
         out.append(tuple(ranges))
     return tuple(out)
-
-
-__all__ = ["NEVER_CUT", "Sizes", "check_divides", "dim_sizes", "plan_params"]

@@ -8,9 +8,9 @@ Its gradient is one of the three as well. Four pairs occur:
     CUT(d)   value cut along d, gradient cut along d
     OWED     value partial, gradient replicated        what rows give out
 
-Every action is a step from one pair to another, and so is every cut weight. The walk below starts from the pair that the
-boundary declares outside, follows entry, weights and exit, and must arrive at the pair that it declares after it. A
-partial value or gradient that meets anything but the reduction it is owed stops the walk: that is a LayoutError.
+Every action is a step from one pair to another, and so is every cut weight. The walk below starts from the pair that
+the boundary declares outside, follows entry, weights and exit, and must arrive at the pair that it declares after it.
+A partial value or gradient that meets anything but the reduction it is owed stops the walk: that is a LayoutError.
 """
 
 from __future__ import annotations
@@ -119,7 +119,9 @@ def walk(site: Site, axis: str, start: Flow, inside: Inside, end: Flow) -> Flow:
             flow = _apply(site, "entry", axis, flow, action, site.in_dims)
     if inside.vocab:
         if flow.value != Replicated():
-            raise _error(site, axis, f"the ids are {flow.value}, but a vocab-cut look-up needs all of them on every rank")
+            raise _error(
+                site, axis, f"the ids are {flow.value}, but a vocab-cut look-up needs all of them on every rank"
+            )
         flow = OWED
     acted = flow
     if inside.columns:
@@ -164,7 +166,9 @@ def _missing(flow: Flow, end: Flow) -> str:
     if flow == SHARED:
         return "the gradient of the output is partial and nothing sums it: the exit must reduce it"
     if isinstance(flow.value, Cut) and end == WHOLE:
-        return f"the output is {flow.value} and is read as whole: `gather_replicated` (all_gather) is missing at the exit"
+        return (
+            f"the output is {flow.value} and is read as whole: `gather_replicated` (all_gather) is missing at the exit"
+        )
     return f"the output is {flow}, but the table declares it {end}"
 
 

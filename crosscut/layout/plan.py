@@ -5,8 +5,9 @@ Everything here is frozen data. No torch: a plan can be made, printed and compar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -51,8 +52,8 @@ class Site:
 class ParamPlan:
     """Where one parameter lives and what its gradient owes.
 
-    ``axis_cuts[d]`` names the axes that cut tensor dim d (outermost first). ``parts[d]`` are the [start, stop) ranges of
-    the parts of a fused dim (one part that spans the dim if it is not fused): each part is cut on its own, so a rank
+    ``axis_cuts[d]`` names the axes that cut tensor dim d (outermost first). ``parts[d]`` are the [start, stop) ranges
+    of the parts of a fused dim (one part that spans the dim if it is not fused): each part is cut on its own, so a rank
     may hold several ranges of one dim.
     """
 
@@ -98,7 +99,7 @@ class LossPlan:
     kind: str  # "cross_entropy" | "mean" (the mean over samples of the user's function)
     vocab_axes: tuple[str, ...] = ()  # the logits' last dim is cut over these
     label_axes: tuple[str, ...] = ()  # axes that cut the labels the loss sees: token count and reported loss
-    label_seq_axes: tuple[str, ...] = ()  # axes by which this rank's labels must still be cut along seq (SP, vocab uncut)
+    label_seq_axes: tuple[str, ...] = ()  # this rank's labels must still be cut along seq by these (SP, vocab uncut)
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Rule:
     `bytes` is what one rank hands to the calls of a step together: all_reduce, broadcast, reduce S; all_gather S_out;
     reduce_scatter S_in; all_to_all what is sent, own part included; send S; recv 0; barrier 0. `shape` is the shape of
     one call's tensor. For bucketed gradients `calls` is None (the engine's bucket size decides) and `bytes` is the sum.
-    `count_in_totals` is False for nothing: every rule is executed, and predicted = counted.
+    Every rule is executed: predicted = counted.
     """
 
     site: str  # "layers.0.attn", "embed", "loss", "gradients", "clip", "stage 0 -> 1", ...
@@ -143,7 +144,7 @@ class TiedPlan:
     """A weight that two pipeline stages hold: once a step, after its last gradient, they sum it between them."""
 
     names: tuple[str, ...]  # its names in the model, the first stage's first
-    stages: tuple[int, int]
+    stages: tuple[int, int]  # the pp coordinates that hold them
     tag: str  # of the rule
 
 
@@ -172,3 +173,32 @@ class Plan:
     def rules(self, pp: int = 0) -> tuple[Rule, ...]:
         """The rules of one step for a rank whose pp coordinate is `pp` (all such ranks have the same)."""
         return self.rules_by_stage[pp]
+
+    def totals(self, pp: int = 0) -> dict[str, dict[str, int]]:
+        """Axis label -> op -> bytes of one step on one rank whose pp coordinate is `pp`."""
+        return add_up(self.rules_by_stage[pp])
+
+    def world_totals(self) -> dict[str, dict[str, int]]:
+        """Axis label -> op -> bytes of one step, summed over all ranks."""
+        each = self.layout.mesh.world_size // len(self.rules_by_stage)
+        whole = add_up([r for rules in self.rules_by_stage for r in rules])
+        return {axis: {op: size * each for op, size in ops.items()} for axis, ops in whole.items()}
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in the whole model, a tied parameter counted once."""
+        return sum(prod(p.shape) for p in self.params.values() if p.tied_to is None)
+
+    def stage_params(self, pp: int = 0) -> dict[str, ParamPlan]:
+        """The parameters that a rank of pp coordinate `pp` holds, each once; a tied one under its first name in the model."""
+        ranks = len(self.rules_by_stage)
+        return {n: p for n, p in self.params.items() if p.tied_to is None and pp in {s % ranks for s in p.stages}}
+
+
+def add_up(rules: Iterable[Rule]) -> dict[str, dict[str, int]]:
+    """Axis label -> op -> bytes of `rules` together."""
+    totals: dict[str, dict[str, int]] = {}
+    for rule in rules:
+        ops = totals.setdefault(rule.axis, {})
+        ops[rule.op] = ops.get(rule.op, 0) + rule.bytes
+    return totals

@@ -18,21 +18,22 @@ from crosscut.layout.params import Sizes, check_divides, dim_sizes, plan_params
 from crosscut.layout.placements import LEAD
 from crosscut.layout.plan import LossPlan, ParamPlan, Plan, Rule, TiedPlan
 from crosscut.layout.sites import find_drafts, lead_dims, make_site, outside
-from crosscut.layout.spec import DimExpr, ModelSpec
+from crosscut.layout.spec import ModelSpec
 from crosscut.layout.stages import Stages, find_stages
-from crosscut.layout.store import DTYPES
 
 
 def derive(spec: ModelSpec, layout: Layout, *, batch: int, seq: int | None = None) -> Plan:
     """Derive everything that `layout` makes of `spec`.
 
     batch: rows (samples) of the global batch of one step; seq: tokens a row, None for a model without that dim.
-    Returns a Plan: where each parameter lives, what happens at each boundary, and every communication of a step with its
-    bytes. The placement of every boundary value and of its gradient has then been checked. Raises LayoutError, one
+    Returns a Plan: where each parameter lives, what happens at each boundary, and every communication of a step with
+    its bytes. The placement of every boundary value and of its gradient has then been checked. Raises LayoutError, one
     line, for what does not divide, is not declared, or would read a partial value as whole.
     """
     check_batch(layout, batch)
-    sizes = Sizes({**dim_sizes(spec), "batch": batch // layout.micro_batches, **({"seq": seq} if seq is not None else {})})
+    sizes = Sizes(
+        {**dim_sizes(spec), "batch": batch // layout.micro_batches, **({"seq": seq} if seq is not None else {})}
+    )
     _refuse(spec, layout, sizes, seq)
     lead = lead_dims(seq)
     stages = find_stages(spec, layout)
@@ -47,10 +48,8 @@ def derive(spec: ModelSpec, layout: Layout, *, batch: int, seq: int | None = Non
         site, axes = make_site(draft, params, layout, stages, upstream or stages.of(draft.module) > 0)
         placed.append((draft, site, axes))
     owner = {p.name: one for one in placed for p in one[0].params}
-    params = {
-        n: replace(p, sum_axes=sum_axes(p, owner.get(n), lead, layout)) for n, p in params.items()
-    }  # the names of a tied parameter act at two places and must agree
-    for p in params.values():
+    params = {n: replace(p, sum_axes=sum_axes(p, owner.get(n), lead, layout)) for n, p in params.items()}
+    for p in params.values():  # the names of a tied parameter act at two places and must agree
         if p.tied_to is not None and p.sum_axes != params[p.tied_to].sum_axes:
             raise LayoutError(
                 f"parameter {p.name} is tied to {p.tied_to}, but their gradients are summed over {p.sum_axes} and "
@@ -137,18 +136,19 @@ def _hidden_shape(
     hidden = (*lead, "embed")
     for stage in range(stages.num_stages - 1):
         inside = [site for _, site, _ in placed if site.stage == stage]
-        if inside and any(a not in LEAD and axes for a, axes in zip(inside[-1].out_dims, outside(inside[-1].out_dims, layout), strict=True)):
-            pp = layout.mesh.size("pp")
+        if not inside:
+            continue
+        out_dims = inside[-1].out_dims
+        kept = {a for d, axes in zip(out_dims, outside(out_dims, layout), strict=True) if d not in LEAD for a in axes}
+        if kept:
             raise LayoutError(
-                f"pp={pp}: stage {stage} ends with {inside[-1].module!r}, whose output stays cut over "
-                f"{layout.mesh.label(outside(inside[-1].out_dims, layout)[-1])}; a stage must hold whole pairs of columns and rows"
+                f"pp={layout.mesh.size('pp')}: stage {stage} ends with {inside[-1].module!r}, whose output stays cut "
+                f"over {layout.mesh.label(tuple(kept))}; a stage must hold whole pairs of columns and rows"
             )
     return emitter.local_shape(hidden)
 
 
-def _tied(
-    spec: ModelSpec, params: dict[str, ParamPlan], stages: Stages, layout: Layout
-) -> tuple[TiedPlan, ...]:
+def _tied(spec: ModelSpec, params: dict[str, ParamPlan], stages: Stages, layout: Layout) -> tuple[TiedPlan, ...]:
     """The weights that two pp coordinates hold under two names."""
     pp, out = layout.mesh.size("pp"), []
     for p in spec.params:
@@ -157,7 +157,8 @@ def _tied(
         names = (p.tied_to, p.name)
         held = tuple(stages.of(n) % pp for n in names)
         if len(params[p.name].stages) > 2:
-            raise LayoutError(f"parameter {p.tied_to} is held by stages {params[p.name].stages}; tied weights may be on two")
+            stages_ = params[p.name].stages
+            raise LayoutError(f"parameter {p.tied_to} is held by stages {stages_}; a tied weight may be on two")
         if held[0] != held[1]:
             first, second = sorted(zip(held, names, strict=True))
             out.append(TiedPlan((first[1], second[1]), (first[0], second[0]), f"tied {p.tied_to}/step"))
@@ -192,10 +193,9 @@ def _stage_rules(
         if pp in one.stages and trains[one.names[0]]:
             count = layout.mesh.size(p.store_optimizer)
             shape = (prod(padded(p, count)) // count,) if p.store_optimizer else p.local_shape
-            rules.append(
-                emitter.rule(one.tag.removesuffix("/step"), "step", "all_reduce", ("pp",), shape, layout.precision.reduce, 1,
-                             note=f"{one.names[0]} and {one.names[1]} are one weight on two stages")
-            )  # fmt: skip
+            name, dtype = one.tag.removesuffix("/step"), layout.precision.reduce
+            note = f"{one.names[0]} and {one.names[1]} are one weight on two stages"
+            rules.append(emitter.rule(name, "step", "all_reduce", ("pp",), shape, dtype, 1, note=note))
     rules += emitter.once_rules(loss, last)
     return rules
 
@@ -205,7 +205,7 @@ def _groups(
 ) -> tuple[tuple[str, ...], ...]:
     """Every axis set over which some rank communicates, each of size > 1, the same list for every rank."""
     mesh = layout.mesh
-    found = {(a,) for a in mesh.axes}
+    found: set[tuple[str, ...]] = {(a,) for a in mesh.axes}
     for _, site, _ in placed:
         found |= {action.axes for action in (*site.entry, *site.exit)}
     for p in params.values():
@@ -214,6 +214,3 @@ def _groups(
     found |= {loss.vocab_axes, loss.label_axes, mesh.axes}
     ordered = {mesh.ordered(axes) for axes in found}
     return tuple(sorted((a for a in ordered if a), key=lambda axes: (len(axes), [mesh.axes.index(x) for x in axes])))
-
-
-__all__ = ["DTYPES", "DimExpr", "check_batch", "derive"]

@@ -50,7 +50,7 @@ def lead_dims(seq: int | None) -> tuple[str, ...]:
 
 
 def find_drafts(spec: ModelSpec, params: Mapping[str, ParamPlan], lead: tuple[str, ...]) -> list[Draft]:
-    """Every boundary: the declared ones, each Embedding and each cut Linear outside of those, in order of registration.
+    """Every boundary: the declared ones, and each Embedding and cut Linear outside them, in order of registration.
 
     Raises LayoutError for a boundary inside a boundary, and for another kind of cut parameter outside any.
     """
@@ -66,8 +66,8 @@ def find_drafts(spec: ModelSpec, params: Mapping[str, ParamPlan], lead: tuple[st
             modules.setdefault(p.module, []).append((i, p))
         elif params[p.name].cut_axes:
             raise LayoutError(
-                f"parameter {p.name} ({p.kind}) is cut over {'+'.join(params[p.name].cut_axes)} but is inside no boundary; "
-                "declare the module that uses it as one"
+                f"parameter {p.name} ({p.kind}) is cut over {'+'.join(params[p.name].cut_axes)} but is inside no "
+                "boundary; declare the module that uses it as one"
             )
     drafts = []
     for module, held in modules.items():
@@ -106,14 +106,18 @@ def inside_of(draft: Draft, axis: str, params: Mapping[str, ParamPlan]) -> Insid
 def site_axes(draft: Draft, params: Mapping[str, ParamPlan], layout: Layout) -> tuple[str, ...]:
     """The axes that cut a weight inside a boundary, outermost first. Raises LayoutError when its columns differ in
     theirs, or its rows, or when a cut and a whole Embedding share a boundary."""
-    for kind, d, word in (("linear.weight", 0, "columns"), ("linear.weight", 1, "rows"), ("embedding.weight", 0, "vocab")):
+    for kind, d, word in (
+        ("linear.weight", 0, "columns"),
+        ("linear.weight", 1, "rows"),
+        ("embedding.weight", 0, "vocab"),
+    ):
         held = {params[p.name].axis_cuts[d]: p.name for p in draft.params if p.kind == kind}
         some = {axes: name for axes, name in held.items() if axes}
         if len(some) > 1 or (kind == "embedding.weight" and len(held) > 1):
             (a, name_a), (b, name_b) = list(held.items())[:2] if len(some) < 2 else list(some.items())[:2]
             raise LayoutError(
-                f"boundary {draft.module!r}: {word} of {name_a} are cut over {'+'.join(a) or 'nothing'}, those of {name_b} "
-                f"over {'+'.join(b) or 'nothing'}; make them boundaries of their own"
+                f"boundary {draft.module!r}: {word} of {name_a} are cut over {'+'.join(a) or 'nothing'}, those of "
+                f"{name_b} over {'+'.join(b) or 'nothing'}; make them boundaries of their own"
             )
     return layout.mesh.ordered({a for p in draft.params for a in params[p.name].cut_axes})
 
@@ -150,8 +154,8 @@ def entry_actions(draft: Draft, inside: Mapping[str, Inside], layout: Layout, ne
             flow = flow_of(draft.in_dims, axis, layout)
             if flow == WHOLE:
                 enters.append(axis)
-            elif isinstance(flow.value, Cut) and not held.rows or flow == cut("seq"):
-                gathers.setdefault(flow.value.dim, []).append(axis)  # type: ignore[union-attr]
+            elif isinstance(flow.value, Cut):
+                gathers.setdefault(flow.value.dim, []).append(axis)
     out = [Action("gather", tuple(a), _index(draft.in_dims, d), needs_grad) for d, a in gathers.items()]
     return (*out, Action("enter", tuple(enters), None, needs_grad)) if enters else tuple(out)
 

@@ -20,7 +20,7 @@ UNNAMED = "_"  # a dim without a name: never cut
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a tensor dim: the product of its factors, e.g. heads*head_dim. `label` names a part of a fused dim."""
+    """One part of a tensor dim: a product of factors, e.g. heads*head_dim. `label` names a part of a fused dim."""
 
     label: str
     factors: tuple[str, ...]
@@ -41,7 +41,7 @@ class DimExpr:
             label, colon, body = piece.rpartition(":")
             factors = tuple(body.split("*"))
             if not all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", f) for f in factors) or (colon and not label):
-                raise LayoutError(f"dim {text!r} is not a name, a product a*b, or a fusion \"q:a*b + k:c*b\"")
+                raise LayoutError(f'dim {text!r} is not a name, a product a*b, or a fusion "q:a*b + k:c*b"')
             parts.append(Part(label, factors))
         return cls(re.sub(r"\s+", "", text).replace("+", " + "), tuple(parts))
 
@@ -68,7 +68,7 @@ class Boundary:
         before, arrow, after = text.partition("->")
         ins, outs = _words(before), _words(after)
         if not arrow or not ins or not outs or "->" in after:
-            raise LayoutError(f"boundary {text!r} is not of the form \"batch seq embed -> batch seq embed\"")
+            raise LayoutError(f'boundary {text!r} is not of the form "batch seq embed -> batch seq embed"')
         return cls(ins, outs)
 
 
@@ -81,10 +81,10 @@ class Dims:
 
     `table` maps a name pattern (`*` matches one component of a dotted name) to a parameter's dims, a tuple of
     expressions or one string (`("heads*head_dim", "embed")`, `"embed"`), or to a boundary: a `Boundary` or a string
-    with an arrow (`"batch seq embed -> batch seq embed"`). `sizes` gives the sizes of dims that shapes alone cannot tell
-    (heads). `layers` is the name of the ModuleList of layers; by default the one family of numbered modules. `before`
-    and `after` name the modules that run before and after the layers; by default those registered before and after.
-    Raises LayoutError, one line, for an unknown dim (with the nearest) or a row that cannot be read.
+    with an arrow (`"batch seq embed -> batch seq embed"`). `sizes` gives the sizes of dims that shapes alone do not
+    tell (heads). `layers` is the name of the ModuleList of layers; by default the one family of numbered modules.
+    `before` and `after` name the modules that run before and after the layers; by default those registered before and
+    after. Raises LayoutError, one line, for an unknown dim (with the nearest) or a row that cannot be read.
     """
 
     params: tuple[tuple[str, Row], ...]

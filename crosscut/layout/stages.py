@@ -60,9 +60,14 @@ def find_stages(spec: ModelSpec, layout: Layout) -> Stages:
     before, after = _around(spec, names, layers)
     if num > 1:
         known = (*before, *after)
-        lost = [n for n in names if _index(n, layers) is None and not any(n == m or n.startswith(m + ".") for m in known)]
+        lost = [
+            n for n in names if _index(n, layers) is None and not any(n == m or n.startswith(m + ".") for m in known)
+        ]
         if lost:
-            raise LayoutError(f"pp={layout.mesh.size('pp')}: neither before nor after the layers: {listed(lost)}; name their modules in Dims(before=, after=)")
+            raise LayoutError(
+                f"pp={layout.mesh.size('pp')}: neither before nor after the layers: {listed(lost)}; "
+                "name their modules in Dims(before=..., after=...)"
+            )
     return Stages(layers, tuple(i // per_stage for i in range(count)), before, after, num)
 
 
@@ -85,7 +90,7 @@ def _family(names: list[str], layout: Layout) -> str | None:
     if len(found) == 1:
         return next(iter(found))
     if len(found) > 1 and layout.num_stages > 1:
-        raise LayoutError(f"several families of numbered modules ({listed(found)}); say which are the layers: Dims(layers=...)")
+        raise LayoutError(f"several families of numbered modules ({listed(found)}); name one: Dims(layers=...)")
     return None
 
 

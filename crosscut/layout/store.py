@@ -31,9 +31,12 @@ def whole(section: str, key: str, value: object, least: int = 1) -> int:
 
 @dataclass(frozen=True)
 class Store:
-    """What is kept cut between uses, and over which axes. ZeRO stage 1 keeps the optimizer state cut, 2 the gradients
-    also, 3 the parameters also (Rajbhandari et al., 2020, arXiv:1910.02054). `reshard`: parameters that are kept cut are
-    let go after each "use" (gathered again in backward), or once a "step"."""
+    """What is kept cut between uses, and over which axes.
+
+    ZeRO stage 1 keeps the optimizer state cut, 2 the gradients also, 3 the parameters also (Rajbhandari et al., 2020,
+    arXiv:1910.02054). `reshard`: parameters that are kept cut are let go after each "use" (and gathered again in
+    backward), or once a "step".
+    """
 
     optimizer: tuple[str, ...] = ()
     gradients: tuple[str, ...] = ()
@@ -45,14 +48,16 @@ class Store:
         for key in ("optimizer", "gradients", "parameters"):
             for axis in getattr(self, key):
                 if axis not in STORE_AXES:
-                    raise LayoutError(f"[store] {key} = {axis!r}: a store runs over {', '.join(STORE_AXES)}, not {axis!r}")
+                    raise LayoutError(f"[store] {key}: a store runs over {', '.join(STORE_AXES)}, not {axis!r}")
         if self.gradients and self.gradients != self.optimizer:
             raise LayoutError(
-                f"[store] gradients = {list(self.gradients)} needs optimizer over the same axes, not {list(self.optimizer)}"
+                f"[store] gradients = {list(self.gradients)} needs the optimizer over the same axes, not "
+                f"{list(self.optimizer)}"
             )
         if self.parameters and self.parameters != self.gradients:
             raise LayoutError(
-                f"[store] parameters = {list(self.parameters)} needs gradients over the same axes, not {list(self.gradients)}"
+                f"[store] parameters = {list(self.parameters)} needs the gradients over the same axes, not "
+                f"{list(self.gradients)}"
             )
 
     @classmethod
@@ -60,7 +65,8 @@ class Store:
         """The store of ZeRO stage 0 to 3 over `axes`."""
         if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
             raise LayoutError(f"[store] zero = {zero!r} must be 0, 1, 2 or 3")
-        return cls(*(axes if zero >= stage else () for stage in (1, 2, 3)), reshard)
+        optimizer, gradients, parameters = (axes if zero >= stage else () for stage in (1, 2, 3))
+        return cls(optimizer, gradients, parameters, reshard)
 
     @property
     def zero(self) -> int:
@@ -82,7 +88,7 @@ class Schedule:
         whole("schedule", "virtual_stages", self.virtual_stages)
         if self.virtual_stages > 1 and self.name != "interleaved":
             raise LayoutError(
-                f"[schedule] virtual_stages = {self.virtual_stages} needs name = \"interleaved\", not {self.name!r}"
+                f'[schedule] virtual_stages = {self.virtual_stages} needs name = "interleaved", not {self.name!r}'
             )
         if self.name == "interleaved" and self.virtual_stages == 1:
             raise LayoutError("[schedule] interleaved needs virtual_stages of at least 2; with 1 it is 1f1b")
@@ -113,7 +119,7 @@ class Precision:
         choice("precision", "compute", self.compute, COMPUTE_DTYPES)
         choice("precision", "reduce", self.reduce, COMPUTE_DTYPES)
         if self.compute == "fp64" and self.reduce != "fp64":
-            raise LayoutError(f"[precision] reduce = {self.reduce!r} loses what compute = \"fp64\" keeps; use \"fp64\"")
+            raise LayoutError(f'[precision] reduce = {self.reduce!r} loses what compute = "fp64" keeps; use "fp64"')
 
     @property
     def scalar(self) -> str:

@@ -12,6 +12,16 @@ def _check_counts(cfg: object, names: tuple[str, ...]) -> None:
             raise ValueError(f"[model] {name} = {value!r} must be a whole number of at least 1")
 
 
+def _is_none(value: object) -> bool:
+    return value is None
+
+
+def _default(cfg: object, name: str, value: int) -> None:
+    """Give a field that was left out its value; the dataclass is frozen, and this is its construction."""
+    if getattr(cfg, name) is None:
+        object.__setattr__(cfg, name, value)
+
+
 def _check_flags(cfg: object) -> None:
     for f in fields(cfg):  # type: ignore[arg-type]
         if f.type == "bool" and not isinstance(getattr(cfg, f.name), bool):
@@ -40,19 +50,19 @@ class TransformerConfig:
     norm_eps: float = 1e-5
 
     def __post_init__(self) -> None:
-        if self.kv_heads is None:
-            object.__setattr__(self, "kv_heads", self.heads)
+        _default(self, "kv_heads", self.heads)
         _check_counts(self, ("vocab", "embed", "layers", "heads", "kv_heads", "mlp"))
-        if self.head_dim is None:
-            if self.embed % self.heads:
-                raise ValueError(
-                    f"[model] embed = {self.embed} is not a multiple of heads = {self.heads}; change one or give head_dim"
-                )
-            object.__setattr__(self, "head_dim", self.embed // self.heads)
+        if _is_none(self.head_dim) and self.embed % self.heads:
+            raise ValueError(
+                f"[model] embed = {self.embed} is not a multiple of heads = {self.heads}; give head_dim too"
+            )
+        _default(self, "head_dim", self.embed // self.heads)
         _check_counts(self, ("head_dim",))
         _check_flags(self)
         if self.heads % self.kv_heads:
-            raise ValueError(f"[model] heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}; change one")
+            raise ValueError(
+                f"[model] heads = {self.heads} is not a multiple of kv_heads = {self.kv_heads}; change one"
+            )
         if self.head_dim % 2:
             raise ValueError(f"[model] head_dim = {self.head_dim} must be even: rotary positions turn pairs of numbers")
 
@@ -74,4 +84,4 @@ class MLPConfig:
         _check_counts(self, ("dim", "layers"))
         _check_flags(self)
         if self.form not in ("gather", "pairs"):
-            raise ValueError(f"[model] form = {self.form!r} must be \"gather\" or \"pairs\"")
+            raise ValueError(f'[model] form = {self.form!r} must be "gather" or "pairs"')

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from crosscut.layout.spec import Boundary, Dims
+from crosscut.layout.spec import Dims
 from crosscut.models.config import MLPConfig, TransformerConfig
 
 RESIDUAL = "batch seq embed -> batch seq embed"
@@ -10,7 +10,7 @@ RESIDUAL = "batch seq embed -> batch seq embed"
 
 def transformer_dims(cfg: TransformerConfig) -> Dims:
     """The table of `crosscut.models.transformer.Transformer`: rows for the parameters that `cfg` gives it."""
-    table: dict[str, str | tuple[str, ...] | Boundary] = {
+    table: dict[str, str | tuple[str, ...]] = {
         "embed": "batch seq -> batch seq embed",
         "embed.weight": ("vocab", "embed"),
         "layers.*.attn_norm.weight": ("embed",),
@@ -30,7 +30,7 @@ def transformer_dims(cfg: TransformerConfig) -> Dims:
     }
     if cfg.bias:
         for name in ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down"):
-            table[f"layers.*.{name}.bias"] = (table[f"layers.*.{name}.weight"][0],)
+            table[f"layers.*.{name}.bias"] = table[f"layers.*.{name}.weight"][:1]  # as the weight's rows
     if cfg.qk_norm:
         table["layers.*.attn.q_norm.weight"] = ("head_dim",)
         table["layers.*.attn.k_norm.weight"] = ("head_dim",)
@@ -39,7 +39,7 @@ def transformer_dims(cfg: TransformerConfig) -> Dims:
 
 def mlp_dims(cfg: MLPConfig) -> Dims:
     """The table of `crosscut.models.mlp.MLP` in the form that `cfg` asks for."""
-    table: dict[str, str | tuple[str, ...] | Boundary] = {}
+    table: dict[str, str | tuple[str, ...]] = {}
     if cfg.form == "gather":  # the lectures' form: every layer is a boundary, columns and no rows
         table = {"layers.*": "batch embed -> batch embed", "layers.*.weight": ("mlp", "embed")}
         if cfg.bias:

@@ -24,8 +24,9 @@ def transformer_spec(cfg: TransformerConfig) -> ModelSpec:
         if cfg.qk_norm:
             params += [_norm(f"{block}.attn.{name}", cfg.head_dim) for name in ("q_norm", "k_norm")]
         params.append(_norm(f"{block}.mlp_norm", cfg.embed))
-        for name, rows, columns in (("gate", cfg.mlp, cfg.embed), ("up", cfg.mlp, cfg.embed), ("down", cfg.embed, cfg.mlp)):
-            params += _linear(f"{block}.mlp.{name}", rows, columns, cfg.bias)
+        params += _linear(f"{block}.mlp.gate", cfg.mlp, cfg.embed, cfg.bias)
+        params += _linear(f"{block}.mlp.up", cfg.mlp, cfg.embed, cfg.bias)
+        params += _linear(f"{block}.mlp.down", cfg.embed, cfg.mlp, cfg.bias)
     params.append(_norm("norm", cfg.embed))
     tied_to = "embed.weight" if cfg.tied else None
     params.append(ParamSpec("head.weight", (cfg.vocab, cfg.embed), "linear.weight", "head", tied_to))
