@@ -1,0 +1,1 @@
+"""Guided tours: the collectives, and data, tensor and pipeline parallelism, run for real on small tensors."""
