@@ -111,8 +111,9 @@ def load_config(
     overrides: Mapping[str, Any] | None = None,
     *,
     world_size: int | None = None,
+    tables: Mapping[str, Any] | None = None,
 ) -> Config:
-    """The config of a command line.
+    """The config of a command line: the file at `path` (or `tables`, already read from it), changed by `overrides`.
 
     `overrides` maps `section.key` (from `--section.key value`), or the name of a short flag without its dashes (`mesh`,
     `layout`, `zero`, `sp`, `schedule`, `micro_batches`, `model`, `steps`, ...), to a value; a string is read as on the
@@ -123,7 +124,7 @@ def load_config(
     origins: dict[str, str] = {}
     layout = LayoutSource()
     if path is not None:
-        _take_file(str(path), values, origins, layout)
+        _take_tables(toml.read(path) if tables is None else tables, str(path), values, origins, layout)
     if "layout" in flags:
         layout.take_file(str(flags.pop("layout")))
     for name in [key for key in flags if key in SHORT_LAYOUT_FLAGS]:
@@ -146,8 +147,13 @@ def load_config(
     return config
 
 
-def _take_file(path: str, values: dict[str, dict[str, Any]], origins: dict[str, str], layout: LayoutSource) -> None:
-    tables = toml.read(path)
+def _take_tables(
+    tables: Mapping[str, Any],
+    path: str,
+    values: dict[str, dict[str, Any]],
+    origins: dict[str, str],
+    layout: LayoutSource,
+) -> None:
     layout_tables = {}
     for name, table in tables.items():
         if name in LAYOUT_TABLES:
@@ -197,7 +203,7 @@ def _from_text(cls: type[Section], key: str, value: Any) -> Any:
     kinds = get_args(hint) if get_origin(hint) is Union or type(hint).__name__ == "UnionType" else (hint,)
     if str in kinds or any(isinstance(choice, str) for kind in kinds for choice in get_args(kind)):
         return value
-    if tuple in map(get_origin, kinds) and not value.strip().startswith("["):
+    if any(get_origin(kind) is tuple for kind in kinds) and not value.strip().startswith("["):
         value = f"[{value}]"  # --optimizer.betas 0.9,0.95
     return toml.literal(value)
 

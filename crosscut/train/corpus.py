@@ -82,7 +82,7 @@ def validation_key(name: str) -> float:
 
 
 def _folder(
-    source: str, root: Path, val_fraction: float, suffix: str = "", without: frozenset[str] | set[str] = frozenset()
+    source: str, root: Path, val_fraction: float, suffix: str = "", without: frozenset[str] = frozenset()
 ) -> Corpus:
     sides: dict[str, list[tuple[str, Path, int]]] = {"train": [], "val": []}
     num_skipped = 0
