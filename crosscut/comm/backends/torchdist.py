@@ -1,0 +1,264 @@
+"""The `gloo` and `nccl` back ends: ranks are processes under torch.distributed.
+
+What Gloo gets wrong or lacks is replaced here or before: dtypes it does not know travel as bytes, 16-bit floats are
+summed in float32 (`crosscut.comm.dtypes`), empty tensors do not travel at all (it divides by their size), and its
+reduce_scatter, an all_reduce of which most is thrown away, is an all_to_all whose pieces are added in rank order.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from crosscut.comm.backends.base import Work
+from crosscut.comm.call import Call
+from crosscut.comm.errors import PeerError, StuckError, one_line
+
+Tensor = torch.Tensor
+# torch 2.13 renames these two and warns about the old names; older versions have only the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "prod": dist.ReduceOp.PRODUCT}
+_SOURCE = re.compile(r"\[[^\]]*\.(cc|cpp):\d+\]\s*")  # torch's errors begin with a line of its own source
+_MAX_COUNT = 2**31 - 1  # Gloo's all_to_all counts in 32 bits
+
+
+class TorchWorld:
+    """One rank of an initialised torch.distributed: a `World` of `crosscut.comm.backends.base`.
+
+    `owns`: this crosscut called `init_process_group`, so it also destroys it.
+    """
+
+    def __init__(self, name: str, device: torch.device, timeout_s: float, owns: bool = True) -> None:
+        self.name = name
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.device = device
+        self._timeout_s = timeout_s
+        self._owns = owns
+        self._made: dict[tuple[tuple[tuple[int, ...], ...], int], TorchGroup | None] = {}
+        self._own_groups: list[Any] = []  # made by new_group, in that order
+
+    def group(self, partition: tuple[tuple[int, ...], ...], channel: int = 0) -> TorchGroup | None:
+        key = (partition, channel)
+        if key not in self._made:
+            mine = None
+            for ranks in partition:  # every rank makes every group, its own or not: torch requires it
+                if len(ranks) == self.size and channel == 0:
+                    made: Any = dist.group.WORLD
+                else:
+                    made = dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=self._timeout_s))
+                    if self.rank in ranks:
+                        self._own_groups.append(made)
+                if self.rank in ranks:
+                    mine = TorchGroup(self, made, ranks)
+            self._made[key] = mine
+        return self._made[key]
+
+    def claim(self, module: torch.nn.Module) -> None:
+        """Nothing to do: processes share no modules."""
+
+    def close(self, failed: bool) -> None:
+        """Destroy the groups, last made first. After a failure NCCL's would wait for peers, so they are left."""
+        if failed and self.name == "nccl":
+            return
+        for made in reversed(self._own_groups):
+            dist.destroy_process_group(made)
+        self._own_groups.clear()
+        self._made.clear()
+        if self._owns and dist.is_initialized():
+            dist.destroy_process_group()
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a call waits for its peers."""
+        return self._timeout_s
+
+
+class TorchGroup:
+    """One rank's transport within one torch process group."""
+
+    guards = False
+
+    def __init__(self, world: TorchWorld, group: Any, ranks: tuple[int, ...]) -> None:
+        self.name = world.name
+        self.device = world.device
+        self.reduces_in_fp32 = world.name == "gloo"
+        self._world = world
+        self._group = group
+        self._ranks = ranks
+        self._size = len(ranks)
+        self._rank = ranks.index(world.rank)
+        self._seq = 0
+
+    def next_seq(self) -> int:
+        self._seq += 1
+        return self._seq
+
+    def all_reduce(self, x: Tensor, op: str, call: Call) -> Work:
+        return self._start(call, x, lambda: dist.all_reduce(x, _OPS[op], group=self._group, async_op=True))
+
+    def broadcast(self, x: Tensor, src: int, call: Call) -> Work:
+        root = self._ranks[src]
+        return self._start(call, x, lambda: dist.broadcast(x, root, group=self._group, async_op=True))
+
+    def reduce(self, x: Tensor, dst: int, op: str, call: Call) -> Work:
+        root = self._ranks[dst]
+        return self._start(call, x, lambda: dist.reduce(x, root, _OPS[op], group=self._group, async_op=True))
+
+    def all_gather(self, out: Tensor, x: Tensor, call: Call) -> Work:
+        return self._start(call, x, lambda: _all_gather(out, x, group=self._group, async_op=True))
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: str, call: Call) -> Work:
+        if self.name != "gloo":
+            return self._start(call, x, lambda: _reduce_scatter(out, x, op=_OPS[op], group=self._group, async_op=True))
+        pieces = torch.empty_like(x)
+        work = self._start(call, x, lambda: dist.all_to_all_single(pieces, x, group=self._group, async_op=True))
+        return _Then(work, lambda: _fold_into(out, pieces.view(self._size, -1), op))
+
+    def gather(self, out: Tensor | None, x: Tensor, dst: int, call: Call) -> Work:
+        rows = None if out is None else list(out.view(self._size, -1).unbind(0)) if out.numel() else []
+        root = self._ranks[dst]
+        return self._start(call, x, lambda: dist.gather(x, rows, root, group=self._group, async_op=True))
+
+    def scatter(self, out: Tensor, x: Tensor | None, src: int, call: Call) -> Work:
+        rows = None if x is None else list(x.view(self._size, -1).unbind(0)) if x.numel() else []
+        root = self._ranks[src]
+        return self._start(call, out, lambda: dist.scatter(out, rows, root, group=self._group, async_op=True))
+
+    def all_to_all(self, out: Tensor, x: Tensor, out_counts: list[int], in_counts: list[int], call: Call) -> Work:
+        # Never skipped for an empty tensor: the other ranks of the group may have something to say to each other.
+        if self.name == "gloo" and max(out.numel(), x.numel()) > _MAX_COUNT:
+            return self._all_to_all_by_pairs(out, x, out_counts, in_counts, call)
+
+        def start() -> Any:
+            return dist.all_to_all_single(out, x, out_counts, in_counts, group=self._group, async_op=True)
+
+        return self._start(call, None, start)
+
+    def _all_to_all_by_pairs(
+        self, out: Tensor, x: Tensor, out_counts: list[int], in_counts: list[int], call: Call
+    ) -> Work:
+        """For sizes beyond 32 bits: one send and one receive a pair, whose counts are 64-bit."""
+        works: list[Work] = []
+        sends, receives = torch.split(x, in_counts), torch.split(out, out_counts)
+        receives[self._rank].copy_(sends[self._rank])
+        for step in range(1, self._size):
+            dst, src = (self._rank + step) % self._size, (self._rank - step) % self._size
+            works.append(self.recv(receives[src], src, call))
+            works.append(self.send(sends[dst], dst, call))
+        return _All(works)
+
+    def send(self, x: Tensor, dst: int, call: Call) -> Work:
+        peer = self._ranks[dst]
+        return self._start(call, x, lambda: dist.isend(x, peer, group=self._group))
+
+    def recv(self, out: Tensor, src: int, call: Call) -> Work:
+        peer = self._ranks[src]
+        return self._start(call, out, lambda: dist.irecv(out, peer, group=self._group))
+
+    def exchange(self, x: Tensor, dst: int, out: Tensor, src: int, send_call: Call, recv_call: Call) -> Work:
+        ops = []
+        if x.numel():
+            ops.append(dist.P2POp(dist.isend, x, self._ranks[dst], group=self._group))
+        if out.numel():
+            ops.append(dist.P2POp(dist.irecv, out, self._ranks[src], group=self._group))
+        if not ops:
+            return _Done()
+        works = self._try(recv_call, lambda: dist.batch_isend_irecv(ops))
+        return _All([_TorchWork(self, work, recv_call) for work in works])
+
+    def barrier(self, call: Call) -> Work:
+        ids = [self.device.index] if self.device.type == "cuda" else None
+        return self._start(call, None, lambda: dist.barrier(group=self._group, async_op=True, device_ids=ids))
+
+    def destroy(self) -> None:
+        """The world destroys its groups, in reverse order."""
+
+    def _start(self, call: Call, x: Tensor | None, start: Callable[[], Any]) -> Work:
+        """Begin a call, unless its tensor is empty (then it is empty on every rank)."""
+        if x is not None and x.numel() == 0:
+            return _Done()
+        return _TorchWork(self, self._try(call, start), call)
+
+    def _try(self, call: Call, act: Callable[[], Any]) -> Any:
+        """Run `act`; torch's errors become one line that names the call."""
+        try:
+            return act()
+        except RuntimeError as error:
+            text = _SOURCE.sub("", one_line(str(error).splitlines()[0] if str(error) else error, 300)).split(". ")[0]
+            if "timed out" in text.lower() or "timeout" in text.lower():
+                raise StuckError(
+                    f"{call.where()}: waited {self._world.timeout_s:g} s for the other ranks: one of them has not "
+                    f"made this call; if it is only slow, raise timeout_s"
+                ) from error
+            raise PeerError(f"{call.where()}: a peer has ended: {text}") from error
+
+
+class _TorchWork:
+    def __init__(self, group: TorchGroup, work: Any, call: Call) -> None:
+        self._group, self._work, self._call = group, work, call
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._group._try(self._call, self._work.wait)
+
+    def done(self) -> bool:
+        return self._work is None or bool(self._work.is_completed())
+
+
+class _Done:
+    """Nothing had to travel."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def done(self) -> bool:
+        return True
+
+
+class _Then:
+    """A call whose data needs one more local step."""
+
+    def __init__(self, work: Work, step: Callable[[], None]) -> None:
+        self._work, self._step = work, step
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._step()
+
+    def done(self) -> bool:
+        return self._work.done()
+
+
+class _All:
+    """Several calls as one."""
+
+    def __init__(self, works: list[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+    def done(self) -> bool:
+        return all(work.done() for work in self._works)
+
+
+def _fold_into(out: Tensor, pieces: Tensor, op: str) -> None:
+    """Reduce the rows of `pieces`, in order."""
+    if not out.numel():
+        return
+    out.copy_(pieces[0])
+    for piece in pieces[1:]:
+        if op == "sum":
+            out.add_(piece)
+        elif op == "prod":
+            out.mul_(piece)
+        else:
+            (torch.minimum if op == "min" else torch.maximum)(out, piece, out=out)

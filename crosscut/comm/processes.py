@@ -1,0 +1,265 @@
+"""Start a world whose ranks are processes of this host, through torch.distributed.elastic, as torchrun does."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import logging
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from crosscut.comm.choose import Choice
+from crosscut.comm.errors import one_line, rank_error
+from crosscut.comm.worker import Failure, Job, worker_main
+
+_PREFIX = "crosscut-world-"
+
+
+def run_processes(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int, choice: Choice, timeout_s: float
+) -> list[Any]:
+    """`fn(ctx, *args, **kwargs)` on `size` processes; their values in rank order, or the first real error."""
+    call = _pickle_call(fn, args, kwargs)
+    endpoint = _endpoint()
+    with _folder() as folder, _signals() as caught, _quiet():
+        (folder / "call.pickle").write_bytes(call)
+        job = Job(str(folder), choice, timeout_s, os.getpid())
+        exits = _launch(job, size, endpoint, caught)
+        if not caught:
+            return _values(folder, size, exits, time.monotonic())
+    # The world is gone and the handlers are back: now the signal does what it would have done.
+    signal.raise_signal(caught[0])
+    raise KeyboardInterrupt  # a handler that returns: the ranks were stopped all the same
+
+
+def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """The call as bytes. Raises ValueError if another process could not find the function or read the arguments."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            "spawn was called while a rank imports the main script: put the call under if __name__ == '__main__':"
+        )
+    name = getattr(fn, "__qualname__", type(fn).__name__)
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    has_file = getattr(main, "__spec__", None) is not None or (path is not None and os.path.exists(path))
+    if getattr(fn, "__module__", None) == "__main__" and not has_file:
+        raise ValueError(
+            f"spawn: {name} is defined in a notebook or prompt, where other processes cannot import it; move it to a "
+            f"file, or use backend='threads'"
+        )
+    try:
+        return pickle.dumps((fn, args, kwargs))
+    except Exception as error:
+        raise ValueError(
+            f"spawn: {name} or its arguments cannot be sent to other processes ({one_line(error, 150)}); define the "
+            f"function at the top level of a module, or use backend='threads'"
+        ) from None
+
+
+def _endpoint() -> str:
+    """Where the ranks meet: a free port of the loopback, or MASTER_ADDR and MASTER_PORT if they are set."""
+    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "0")
+    if not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"MASTER_PORT={port!r} in the environment is not a port; use 1 to 65535, or unset it")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ValueError(f"MASTER_PORT={port} is in use on {host}; unset it to take a free port") from None
+        raise ValueError(
+            f"MASTER_ADDR={host} is not this machine ({error.strerror or error}); unset it, or start the ranks of "
+            f"several machines with torchrun"
+        ) from None
+    return f"{host}:{port}"
+
+
+def _launch(job: Job, size: int, endpoint: str, caught: list[int]) -> dict[int, tuple[int, int]]:
+    """Run the workers to their end. Returns (pid, exit code) of those that elastic reports as failed."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    options: dict[str, Any] = {"shutdown_timeout": 5}  # seconds from SIGTERM to SIGKILL; newer torch only
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=size,
+        run_id=Path(job.folder).name,
+        rdzv_backend="c10d",
+        rdzv_endpoint=endpoint,
+        rdzv_configs={"is_host": True, "timeout": 120},
+        local_addr=endpoint.rsplit(":", 1)[0],
+        max_restarts=0,
+        monitor_interval=0.05,
+        start_method="spawn",
+        logs_specs=DefaultLogsSpecs(log_dir=job.folder),
+        **{name: value for name, value in options.items() if name in known},
+    )
+    try:
+        elastic_launch(config, worker_main)(job)
+    except ChildFailedError as error:
+        return {rank: (failure.pid, failure.exitcode) for rank, failure in error.failures.items()}
+    except SignalException as error:
+        caught.append(int(error.sigval))
+    return {}
+
+
+def _values(folder: Path, size: int, exits: dict[int, tuple[int, int]], ended: float) -> list[Any]:
+    """The ranks' values; or raise for the first real error."""
+    failures: dict[int, Failure] = {}
+    values: dict[int, Any] = {}
+    for rank in range(size):
+        if (folder / f"rank-{rank}.failure").exists():
+            failures[rank] = pickle.loads((folder / f"rank-{rank}.failure").read_bytes())
+        elif (folder / f"rank-{rank}.value").exists():
+            values[rank] = pickle.loads((folder / f"rank-{rank}.value").read_bytes())
+    if len(values) == size and not exits:
+        return [values[rank] for rank in range(size)]
+    folded = {rank: failure.line for rank, failure in failures.items()}
+    real = sorted((failure.time_s, rank) for rank, failure in failures.items() if not failure.is_peer)
+    died = {rank: exits[rank] for rank in exits if rank not in failures}
+    silent = [rank for rank in range(size) if rank not in failures and rank not in values]
+    told: Any
+    text, is_value_error, began = "", False, ended
+    if real:
+        began, first = real[0]
+        failure = failures[first]
+        told = failure.error if failure.error is not None else f"raised {failure.line}"
+        text, is_value_error = failure.traceback_text, failure.is_value_error
+    elif died:
+        first, (pid, code) = next(iter(died.items()))
+        started = (folder / f"rank-{first}.pid").exists()
+        told = _how_it_ended(pid, code, started)
+    elif silent:  # nobody says why: a rank that left with exit code 0
+        first = silent[0]
+        pid_file = folder / f"rank-{first}.pid"
+        pid_text = f"(pid {pid_file.read_text()}) " if pid_file.exists() else ""
+        others = f" (or one of ranks {','.join(map(str, silent[1:]))})" if silent[1:] else ""
+        told = f"{pid_text}ended with exit code 0 but without returning{others}; look for os._exit() in it"
+    else:
+        first = min(failures)
+        told = f"raised {failures[first].line}"
+    folded.pop(first, None)
+    stopped = [rank for rank in range(size) if rank != first and rank not in values]
+    raised = rank_error(
+        told,
+        rank=first,
+        world_size=size,
+        stopped=stopped,
+        seconds=max(0.0, time.monotonic() - began),
+        traceback_text=text,
+        folded=folded,
+        is_value_error=is_value_error,
+    )
+    if text:
+        raised.__cause__ = _RemoteTraceback(text)
+    raise raised
+
+
+class _RemoteTraceback(Exception):  # shown as the cause, as multiprocessing does
+    """The traceback of another process, as text."""
+
+    def __str__(self) -> str:
+        return "\n" + self.args[0]
+
+
+def _how_it_ended(pid: int, code: int, started: bool) -> str:
+    """A sentence about a process that could not say itself why it ended."""
+    if code < 0:
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        hint = " (out of memory?)" if name == "SIGKILL" else " (a crash in native code)" if name == "SIGSEGV" else ""
+        return f"(pid {pid}) was killed by {name}{hint}"
+    if not started:
+        return (
+            f"(pid {pid}) ended with exit code {code} before its function began; its output says why (is spawn called "
+            f"under if __name__ == '__main__'?)"
+        )
+    return f"(pid {pid}) ended with exit code {code} without returning"
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """A folder for this world's files. Those of launchers that were killed are swept away."""
+    base = Path(tempfile.gettempdir())
+    for old in base.glob(f"{_PREFIX}*"):
+        pid = old.name.removeprefix(_PREFIX).split("-")[0]
+        if pid.isdigit() and not _alive(int(pid)):
+            shutil.rmtree(old, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Elastic puts its own signal handlers in place and leaves them; put the old ones back."""
+    caught: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+    names = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
+    before = {getattr(signal, name): signal.getsignal(getattr(signal, name)) for name in names}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Elastic logs what `RankError` says better, and leaves a variable in the environment."""
+    parents = [logging.getLogger("torch.distributed"), logging.getLogger("torch.multiprocessing")]
+    children = [
+        logging.getLogger(name)
+        for name in list(logging.root.manager.loggerDict)
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing."))
+    ]
+    levels = [(one, one.level) for one in [*parents, *children]]
+    before = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
+    for one, _ in levels:
+        one.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        for one, level in levels:
+            one.setLevel(level)
+        os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
+        if before is not None:
+            os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = before
