@@ -105,7 +105,7 @@ def _pieces(
         plan = model.plan.params[name]
         if plan.tied_to is not None:
             continue
-        if slices.writes(plan, coords, sizes):
+        if slices.writes(plan, plan.cut_axes, coords, sizes):
             yield f"model/{name}", ("parameters", name), plan.shape, plan.ranges(coords, sizes), p
         for key, value in optimizer.state.get(p, {}).items():
             if not isinstance(value, Tensor):
@@ -115,8 +115,8 @@ def _pieces(
                     f"optimizer state {key} of {name} is a {type(value).__name__}; only tensors can be saved"
                 )
             scalar = value.ndim == 0 and p.ndim != 0
-            stored = bool(plan.store_optimizer) and not scalar
-            if slices.writes(plan, coords, sizes, stored) and value.numel():
+            cutting = () if scalar else (*plan.cut_axes, *plan.store_optimizer)
+            if slices.writes(plan, cutting, coords, sizes) and value.numel():
                 ranges = () if scalar else slices.stored_ranges(plan, coords, sizes)
                 yield f"{key}/{name}", ("state", name, key), () if scalar else plan.shape, ranges, value
 

@@ -7,7 +7,7 @@ tensor is those ranges side by side. A fused dim has several ranges. No torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 
 from crosscut.layout.plan import ParamPlan, Range
@@ -81,13 +81,12 @@ def _part_of(ranges: tuple[Range, ...], first: int, last: int) -> tuple[Range, .
     return tuple(out)
 
 
-def writes(param: ParamPlan, coords: Mapping[str, int], sizes: Mapping[str, int], stored: bool = False) -> bool:
+def writes(param: ParamPlan, cutting: Iterable[str], coords: Mapping[str, int], sizes: Mapping[str, int]) -> bool:
     """Whether the rank at `coords` is the one of those with the same piece that saves it.
 
     It is the one at coordinate 0 of every axis that replicates the piece, on the first of the stages that hold it.
-    `stored`: of the optimizer state, which a store cuts further.
+    `cutting`: the axes that cut what is saved: the parameter's, with those of its store, or none for a scalar of it.
     """
-    cutting = set(param.cut_axes) | (set(param.store_optimizer) if stored else set())
     if coords["pp"] != param.stages[0] % sizes["pp"]:
         return False
     return all(coords[axis] == 0 for axis in sizes if axis != "pp" and axis not in cutting)
