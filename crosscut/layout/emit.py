@@ -50,7 +50,7 @@ class Emitter:
             dtype, m = self.layout.precision.compute, self.layout.micro_batches
             return self.rule(site.module, phase, op, action.axes, shape, dtype, m, where, note)
 
-        shape = list(self.local_shape(site.in_dims))
+        shape = list(self.local_shape(site.in_dims)) if site.entry else []
         for a in site.entry:
             back = back_in and a.needs_grad
             if a.fn == "gather" and a.dim is not None:
@@ -79,7 +79,7 @@ class Emitter:
 
     def _exit_shapes(self, site: Site) -> Iterator[tuple[Action, tuple[int, ...], tuple[int, ...]]]:
         """(action, shape before, shape after) of each exit action, found backwards from the declared output."""
-        shape = list(self.local_shape(site.out_dims))
+        shape = list(self.local_shape(site.out_dims)) if site.exit else []
         out: list[tuple[Action, tuple[int, ...], tuple[int, ...]]] = []
         for a in reversed(site.exit):
             after = tuple(shape)

@@ -13,8 +13,15 @@ class LayoutError(ValueError):
 def nearest(name: str, known: Iterable[str]) -> str:
     """`"; did you mean 'heads'?"` for the known name nearest to `name`, else the list of all of them."""
     options = list(known)
-    close = difflib.get_close_matches(name.lower(), options, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(options)}"
+    word = name.lower()
+
+    def likeness(option: str) -> tuple[float, bool, bool]:  # ties: pd is dp, not pp; tpp is tp, not pp
+        ratio = difflib.SequenceMatcher(None, word, option).ratio()
+        return ratio, sorted(word) == sorted(option), word[:1] == option[:1]
+
+    best = max(options, key=likeness, default="")
+    close = best and likeness(best)[0] >= 0.5
+    return f"; did you mean {best!r}?" if close else f"; known: {', '.join(options)}"
 
 
 def divisors(n: int, limit: int = 12) -> str:

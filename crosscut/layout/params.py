@@ -22,7 +22,7 @@ class Sizes:
 
     def size(self, expr: DimExpr) -> int:
         """The size of a dim expression. Raises LayoutError when a name's size is unknown."""
-        for name in expr.names:
+        for name in (f for part in expr.parts for f in part.factors):
             if name not in self.of:
                 raise LayoutError(f"the size of dim {name!r} is not known; give it: Dims(..., sizes={{{name!r}: ...}})")
         return sum(expr.part_sizes(self.of))

@@ -190,7 +190,7 @@ class Plan:
         return sum(prod(p.shape) for p in self.params.values() if p.tied_to is None)
 
     def stage_params(self, pp: int = 0) -> dict[str, ParamPlan]:
-        """The parameters that a rank of pp coordinate `pp` holds, each once; a tied one under its first name in the model."""
+        """The parameters that a rank of pp coordinate `pp` holds, each once; a tied one under its first name."""
         ranks = len(self.rules_by_stage)
         return {n: p for n, p in self.params.items() if p.tied_to is None and pp in {s % ranks for s in p.stages}}
 
