@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import TypeVar
 
@@ -34,6 +35,7 @@ class DimExpr:
     parts: tuple[Part, ...]
 
     @classmethod
+    @lru_cache(maxsize=4096)  # noqa: B019 - one small value for each text, whoever asks
     def parse(cls, text: str) -> DimExpr:
         """From its text. Raises LayoutError when it is not of one of the three forms."""
         parts = []

@@ -48,7 +48,7 @@ def test_a_dropped_entry(monkeypatch: pytest.MonkeyPatch, sp: bool, module: str)
 
 def test_a_dropped_gather_of_the_lectures_form(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sites, "exit_actions", lambda *a: ())
-    with pytest.raises(LayoutError, match="`gather_replicated` .all_gather. is missing at the exit"):
+    with pytest.raises(LayoutError, match=r"`gather_replicated` .all_gather. is missing at the exit"):
         derived(mlp_spec, MLPConfig(dim=8), None)
 
 
@@ -72,9 +72,15 @@ def test_a_doubled_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, sp", [("layers.0.attn_norm.weight", True), ("layers.0.attn.o.bias", True), ("layers.0.attn.q_norm.weight", False),
-                 ("layers.1.mlp.up.weight", False), ("norm.weight", True)]
-)  # fmt: skip
+    "name, sp",
+    [
+        ("layers.0.attn_norm.weight", True),
+        ("layers.0.attn.o.bias", True),
+        ("layers.0.attn.q_norm.weight", False),
+        ("layers.1.mlp.up.weight", False),
+        ("norm.weight", True),
+    ],
+)
 @pytest.mark.parametrize("wrong", ["drop", "add"])
 def test_a_gradient_summed_over_other_axes(monkeypatch: pytest.MonkeyPatch, name: str, sp: bool, wrong: str) -> None:
     real = rules.sum_axes

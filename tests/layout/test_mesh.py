@@ -93,7 +93,7 @@ def test_auto_takes_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_coordinates_out_of_range_are_refused() -> None:
     mesh = Mesh.of("dp=2,tp=2")
-    with pytest.raises(LayoutError, match="rank 4 is not in 0..3"):
+    with pytest.raises(LayoutError, match=r"rank 4 is not in 0\.\.3"):
         mesh.coords(4)
     with pytest.raises(LayoutError, match=r"tp=2 is not in 0\.\.1"):
         mesh.rank({"tp": 2})
