@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from crosscut.comm.choose import Choice
-from crosscut.comm.errors import one_line, rank_error
-from crosscut.comm.worker import Failure, Job, worker_main
+from crosscut.comm.errors import one_line
+from crosscut.comm.outcome import End, settle
+from crosscut.comm.worker import Job, worker_main
 
 _PREFIX = "crosscut-world-"
 
@@ -123,79 +124,22 @@ def _launch(job: Job, size: int, endpoint: str, caught: list[int]) -> dict[int, 
 
 
 def _values(folder: Path, size: int, exits: dict[int, tuple[int, int]], ended: float) -> list[Any]:
-    """The ranks' values; or raise for the first real error."""
-    failures: dict[int, Failure] = {}
-    values: dict[int, Any] = {}
+    """The ranks' values, from their files; or raise for the first real error."""
+    ends: list[End] = []
     for rank in range(size):
+        end = End()
+        pid = folder / f"rank-{rank}.pid"
+        if pid.exists():
+            end.pid = int(pid.read_text())
         if (folder / f"rank-{rank}.failure").exists():
-            failures[rank] = pickle.loads((folder / f"rank-{rank}.failure").read_bytes())
+            end.failure = pickle.loads((folder / f"rank-{rank}.failure").read_bytes())
+        elif rank in exits:
+            started, (end.pid, end.exit_code) = end.pid is not None, exits[rank]
+            end.started = started
         elif (folder / f"rank-{rank}.value").exists():
-            values[rank] = pickle.loads((folder / f"rank-{rank}.value").read_bytes())
-    if len(values) == size and not exits:
-        return [values[rank] for rank in range(size)]
-    folded = {rank: failure.line for rank, failure in failures.items()}
-    real = sorted((failure.time_s, rank) for rank, failure in failures.items() if not failure.is_peer)
-    died = {rank: exits[rank] for rank in exits if rank not in failures}
-    silent = [rank for rank in range(size) if rank not in failures and rank not in values]
-    told: Any
-    text, is_value_error, began = "", False, ended
-    if real:
-        began, first = real[0]
-        failure = failures[first]
-        told = failure.error if failure.error is not None else f"raised {failure.line}"
-        text, is_value_error = failure.traceback_text, failure.is_value_error
-    elif died:
-        first, (pid, code) = next(iter(died.items()))
-        started = (folder / f"rank-{first}.pid").exists()
-        told = _how_it_ended(pid, code, started)
-    elif silent:  # nobody says why: a rank that left with exit code 0
-        first = silent[0]
-        pid_file = folder / f"rank-{first}.pid"
-        pid_text = f"(pid {pid_file.read_text()}) " if pid_file.exists() else ""
-        others = f" (or one of ranks {','.join(map(str, silent[1:]))})" if silent[1:] else ""
-        told = f"{pid_text}ended with exit code 0 but without returning{others}; look for os._exit() in it"
-    else:
-        first = min(failures)
-        told = f"raised {failures[first].line}"
-    folded.pop(first, None)
-    stopped = [rank for rank in range(size) if rank != first and rank not in values]
-    raised = rank_error(
-        told,
-        rank=first,
-        world_size=size,
-        stopped=stopped,
-        seconds=max(0.0, time.monotonic() - began),
-        traceback_text=text,
-        folded=folded,
-        is_value_error=is_value_error,
-    )
-    if text:
-        raised.__cause__ = _RemoteTraceback(text)
-    raise raised
-
-
-class _RemoteTraceback(Exception):  # shown as the cause, as multiprocessing does
-    """The traceback of another process, as text."""
-
-    def __str__(self) -> str:
-        return "\n" + self.args[0]
-
-
-def _how_it_ended(pid: int, code: int, started: bool) -> str:
-    """A sentence about a process that could not say itself why it ended."""
-    if code < 0:
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"
-        hint = " (out of memory?)" if name == "SIGKILL" else " (a crash in native code)" if name == "SIGSEGV" else ""
-        return f"(pid {pid}) was killed by {name}{hint}"
-    if not started:
-        return (
-            f"(pid {pid}) ended with exit code {code} before its function began; its output says why (is spawn called "
-            f"under if __name__ == '__main__'?)"
-        )
-    return f"(pid {pid}) ended with exit code {code} without returning"
+            end.returned, end.value = True, pickle.loads((folder / f"rank-{rank}.value").read_bytes())
+        ends.append(end)
+    return settle(ends, ended)
 
 
 @contextlib.contextmanager

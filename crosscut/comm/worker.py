@@ -9,7 +9,6 @@ import pickle
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from crosscut.comm.choose import Choice, choose_threads
 from crosscut.comm.context import Context
 from crosscut.comm.errors import PeerError, one_line
 from crosscut.comm.launched import Launched, launched
+from crosscut.comm.outcome import describe_failure
 
 _PEER_GRACE_S = 3.0  # a rank stopped by another's end lets that end be seen first
 
@@ -35,18 +35,6 @@ class Job:
     choice: Choice
     timeout_s: float
     parent: int  # its pid
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How a rank failed, as it says itself."""
-
-    line: str  # "ValueError: what it says"
-    traceback_text: str
-    is_peer: bool  # stopped by another rank's failure
-    is_value_error: bool
-    time_s: float  # on the clock that all processes of a host share
-    error: BaseException | None  # where it can be pickled
 
 
 def join_world(place: Launched, choice: Choice, timeout_s: float) -> Context:
@@ -75,7 +63,7 @@ def join_world(place: Launched, choice: Choice, timeout_s: float) -> Context:
 
 def worker_main(job: Job) -> None:
     """The entry point of a rank that `spawn` starts as a process."""
-    _die_with_parent(job.parent)
+    die_with_parent(job.parent)
     # At once, also inside a collective, where Python's own handlers would not run.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -121,23 +109,6 @@ def pickle_value(rank: int, value: Any) -> bytes:
         ) from None
 
 
-def describe_failure(error: BaseException) -> Failure:
-    """What is told of an exception, with the exception itself if it can be pickled."""
-    carried: BaseException | None = error
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        carried = None
-    return Failure(
-        line=one_line(error),
-        traceback_text="".join(traceback.format_exception(type(error), error, error.__traceback__)),
-        is_peer=isinstance(error, PeerError),
-        is_value_error=isinstance(error, ValueError),
-        time_s=time.monotonic(),
-        error=carried,
-    )
-
-
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file that is either whole or absent."""
     partial = path.with_name(path.name + ".partial")
@@ -145,7 +116,7 @@ def write_whole(path: Path, data: bytes) -> None:
     partial.replace(path)
 
 
-def _die_with_parent(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
     """Linux: have the kernel kill this process when the launcher dies, however it dies."""
     if sys.platform != "linux":
         return

@@ -67,6 +67,9 @@ class TorchWorld:
         """Destroy the groups, last made first. After a failure NCCL's would wait for peers, so they are left."""
         if failed and self.name == "nccl":
             return
+        for group in self._made.values():
+            if group is not None:
+                group.destroy()
         for made in reversed(self._own_groups):
             dist.destroy_process_group(made)
         self._own_groups.clear()
@@ -178,7 +181,10 @@ class TorchGroup:
         return self._start(call, None, lambda: dist.barrier(group=self._group, async_op=True, device_ids=ids))
 
     def destroy(self) -> None:
-        """The world destroys its groups, in reverse order."""
+        """Let go of torch's group: Gloo closes its connections, which is what stops waiting peers, once nobody holds
+        it, and after an error the traceback holds this object.
+        """
+        self._group = None
 
     def _start(self, call: Call, x: Tensor | None, start: Callable[[], Any]) -> Work:
         """Begin a call, unless its tensor is empty (then it is empty on every rank)."""

@@ -1,0 +1,147 @@
+"""A warm pool of Gloo worker processes for tests: a process costs seconds to start, a job on a warm one milliseconds.
+
+    pool = WorkerPool()
+    values = pool.run(fn, 3, world_size=2)        # fn(ctx, 3) on two processes: like crosscut.spawn
+
+Each job joins its workers in a fresh process group, so a job that fails leaves nothing to the next one; a worker that
+died, or that does not come back, costs a restart of the pool. `fn` must be importable by the workers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from crosscut.comm.backends.torchdist import TorchWorld
+from crosscut.comm.context import Context
+from crosscut.comm.errors import StuckError, ranks_text
+from crosscut.comm.outcome import End, Failure, describe_failure, settle
+from crosscut.comm.worker import die_with_parent, pickle_value, run_rank
+
+_AFTER_FAILURE_S = 10.0  # how long the other ranks of a failed job get to end
+
+
+class WorkerPool:
+    """Worker processes that run one job after another. Not thread-safe.
+
+    max_workers: the largest world. `launches` counts the process launches so far.
+    """
+
+    def __init__(self, max_workers: int = 4) -> None:
+        self.max_workers = max_workers
+        self.launches = 0
+        self._workers: list[tuple[Any, Connection]] = []
+        self._store: Any = None
+        self._job = 0
+        atexit.register(self.close)
+
+    def run(
+        self, fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout_s: float = 60.0, **kwargs: Any
+    ) -> list[Any]:
+        """`fn(ctx, *args, **kwargs)` on `world_size` warm processes; their values, or the first real error.
+
+        Raises ValueError for a world larger than the pool; what `crosscut.spawn` raises when a rank fails.
+        """
+        if not 1 <= world_size <= self.max_workers:
+            raise ValueError(f"world_size={world_size} is outside the pool; use 1 to {self.max_workers}")
+        call = pickle.dumps((fn, args, kwargs))
+        self._start(world_size)
+        self._job += 1
+        for rank, (_, connection) in enumerate(self._workers[:world_size]):
+            connection.send((self._job, rank, world_size, timeout_s, sys.path, call))
+        ends = self._collect(world_size, timeout_s)
+        if not all(end.returned or end.failure is not None for end in ends):
+            self.close()  # somebody died or is stuck: start afresh next time
+        return settle(ends, time.monotonic())
+
+    def _collect(self, size: int, timeout_s: float) -> list[End]:
+        ends = [End(pid=process.pid) for process, _ in self._workers[:size]]
+        open_ranks = set(range(size))
+        deadline = time.monotonic() + timeout_s
+        while open_ranks and time.monotonic() < deadline:
+            ready = wait([self._workers[rank][1] for rank in open_ranks], max(0.0, deadline - time.monotonic()))
+            for rank in [rank for rank in open_ranks if self._workers[rank][1] in ready]:
+                open_ranks.discard(rank)
+                process, connection = self._workers[rank]
+                try:
+                    outcome = pickle.loads(connection.recv_bytes())
+                except (EOFError, OSError):
+                    process.join(1)
+                    ends[rank].exit_code = process.exitcode
+                else:
+                    ends[rank].failure = outcome if isinstance(outcome, Failure) else None
+                    ends[rank].returned, ends[rank].value = not isinstance(outcome, Failure), outcome
+                if not ends[rank].returned:
+                    deadline = min(deadline, time.monotonic() + _AFTER_FAILURE_S)
+        if open_ranks and not any(end.failure or end.exit_code is not None for end in ends):
+            self.close()
+            raise StuckError(f"{ranks_text(sorted(open_ranks))} of {size} did not end within {timeout_s:g} s")
+        return ends
+
+    def _start(self, size: int) -> None:
+        if any(not process.is_alive() for process, _ in self._workers):
+            self.close()
+        if self._store is None:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        while len(self._workers) < size:
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there, self._store.port, os.getpid()), daemon=True)
+            process.start()
+            there.close()
+            self.launches += 1
+            self._workers.append((process, here))
+
+    def close(self) -> None:
+        """End the workers."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+        for process, _ in self._workers:
+            process.join(5)
+        self._workers.clear()
+        self._store = None
+
+
+def _serve(connection: Connection, port: int, parent: int) -> None:
+    """A worker's life: job after job, until the pool closes its end."""
+    die_with_parent(parent)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    seed = torch.initial_seed()
+    while True:
+        try:
+            job, rank, size, timeout_s, path, call = connection.recv()
+        except (EOFError, OSError):
+            return
+        sys.path[:] = path
+        torch.manual_seed(seed)
+        torch.set_default_dtype(torch.float32)
+        try:
+            store = dist.PrefixStore(f"job-{job}", dist.TCPStore("127.0.0.1", port, is_master=False))
+            timeout = datetime.timedelta(seconds=timeout_s)
+            fn, args, kwargs = pickle.loads(call)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+            world = TorchWorld("gloo", torch.device("cpu"), timeout_s)
+            ctx = Context(world, backend_why="the test pool", threads=1, threads_why="the test pool")
+            outcome = pickle_value(rank, run_rank(ctx, fn, args, kwargs))
+        except BaseException as error:
+            outcome = pickle.dumps(describe_failure(error))
+            with contextlib.suppress(Exception):
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+        with contextlib.suppress(OSError):
+            connection.send_bytes(outcome)
