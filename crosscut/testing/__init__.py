@@ -1,0 +1,1 @@
+"""Proof that a layout computes the step of one device."""
