@@ -56,7 +56,7 @@ def newest(run: Path) -> Path | None:
 def seal(body: Mapping[str, Any]) -> str:
     """The index as the text of `index.json`: `schema` and `format_version` first, its own digest last."""
     head = {"schema": SCHEMA, "format_version": FORMAT_VERSION, **body}
-    return json.dumps({**head, "sha256": _digest(head)}, indent=1) + "\n"
+    return json.dumps({**head, "sha256": _digest(head)}) + "\n"
 
 
 def _digest(body: Mapping[str, Any]) -> str:
