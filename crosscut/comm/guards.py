@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from crosscut.comm.call import Call
+from crosscut.comm.dtypes import flat
 from crosscut.comm.errors import CommError
 
 
@@ -45,4 +46,4 @@ class Guard:
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
     """The tensor's bytes, so that NaN equals NaN."""
-    return x.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    return flat(x).view(torch.uint8)
