@@ -13,7 +13,7 @@ from typing import Any
 from crosscut.comm.backends.thread_state import ThreadState
 from crosscut.comm.backends.threads import ThreadRank, ThreadWorld
 from crosscut.comm.context import Context
-from crosscut.comm.errors import CommError, PeerError, StuckError, one_line, rank_error
+from crosscut.comm.errors import CommError, DeadlockError, MismatchError, PeerError, StuckError, one_line, rank_error
 from crosscut.comm.site import short_path
 
 _POLL_S = 0.2  # how often the launcher looks for a stuck rank; a finished world wakes it at once
@@ -112,11 +112,10 @@ def _interrupt(thread: threading.Thread) -> None:
 
 
 def _raise_first(world: ThreadWorld, errors: dict[int, BaseException], failed_at: float) -> None:
-    """Raise the first real error. One that all ranks share (a mismatch, a deadlock) is raised as it is."""
+    """Raise the first real error. A mismatch or a deadlock is about several ranks and names them: raised as it is."""
     first, error = next(((r, e) for r, e in errors.items() if not isinstance(e, PeerError)), next(iter(errors.items())))
     folded = {rank: one_line(other) for rank, other in errors.items() if rank != first}
-    shared = [rank for rank, other in errors.items() if type(other) is type(error) and str(other) == str(error)]
-    if isinstance(error, CommError) and len(shared) > 1:
+    if isinstance(error, (DeadlockError, MismatchError)):
         raise error
     stopped = sorted(rank for rank, other in errors.items() if isinstance(other, PeerError))
     text = "".join(traceback.format_exception(error))
