@@ -120,11 +120,25 @@ def one_line(error: BaseException) -> str:
 
 
 def exit_code(error: BaseException) -> int:
-    """2 for what the user can put right, 3 for a hang or a dead rank (errors that say so themselves), else 1."""
+    """2 for what the user can put right, 3 for a hang or a dead rank, what the error says itself, else 1."""
     own = getattr(error, "exit_code", None)
     if isinstance(own, int):
         return own
+    ranks = sys.modules.get("crosscut.comm.errors")  # not imported: then no rank was running
+    if ranks is not None:
+        if isinstance(error, (ranks.DeadlockError, ranks.StuckError)):
+            return 3
+        if isinstance(error, ranks.RankError) and not isinstance(error, ValueError):
+            died = error.original is None and not error.traceback_text
+            return 3 if died else 1 if error.original is None else exit_code(error.original)
     return 2 if isinstance(error, ValueError) else 1
+
+
+def is_known(error: BaseException) -> bool:
+    """Whether the error's message is meant for a user, and needs no class name before it."""
+    ranks = sys.modules.get("crosscut.comm.errors")
+    ours = (ranks.CommError, ranks.RankError) if ranks is not None else ()
+    return isinstance(error, (ValueError, OSError, *ours)) or hasattr(error, "exit_code")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -156,8 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        known = isinstance(error, (ValueError, OSError)) or hasattr(error, "exit_code")
-        kind = "" if known else f"{type(error).__name__}: "
+            sys.stderr.write(getattr(error, "traceback_text", ""))  # of the rank that failed first
+        kind = "" if is_known(error) else f"{type(error).__name__}: "
         if isinstance(error, UsageError):
             command = next((word for word in words if word in COMMANDS), None)
             name = f"crosscut {command}" if command else "crosscut"

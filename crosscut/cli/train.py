@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -96,7 +96,8 @@ def launch(config: Config, start: Start, *, eval_only: bool, to_stderr: bool) ->
     job = Job(config, start, to_stderr=to_stderr, eval_only=eval_only)
     began = _summary_time(start.folder)
     try:
-        with terminated_cleanly():
+        # As one of torchrun's ranks this process may be inside a collective, where a handler would not run.
+        with nullcontext() if "RANK" in os.environ else terminated_cleanly():
             summaries = spawn(
                 run_rank,
                 job,
