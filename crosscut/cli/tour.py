@@ -13,6 +13,7 @@ TOURS = {  # name -> (default world size, what it shows)
     "tp": (4, "tensor parallelism: each rank holds a part of every weight"),
     "pp": (2, "pipeline parallelism: each rank holds some of the layers"),
 }
+OPTIONS = {"form": "tp", "schedule": "pp", "micro_batches": "pp"}  # flag -> the tour that it belongs to
 MAX_WORLD_SIZE = 16
 
 
@@ -54,6 +55,9 @@ def run(args: argparse.Namespace) -> int:
     world_size = args.world_size if args.world_size is not None else TOURS[args.name][0]
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ValueError(f"--world-size {world_size}: a tour takes 1 to {MAX_WORLD_SIZE} ranks")
+    for option, tour in OPTIONS.items():
+        if getattr(args, option) is not None and args.name != tour:
+            raise ValueError(f"--{option.replace('_', '-')} goes with tour {tour}, not with {args.name}")
     return _collectives(world_size, args) if args.name == "collectives" else _parallel(world_size, args)
 
 
@@ -75,9 +79,8 @@ def _parallel(world_size: int, args: argparse.Namespace) -> int:
 
     from crosscut.tour import parallel, show_parallel
 
-    step = parallel.run(
-        args.name, world_size, args.backend, form=args.form, schedule=args.schedule, micro_batches=args.micro_batches
-    )
+    options = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
+    step = parallel.run(args.name, world_size, args.backend, **options)
     if args.json:
         write_json(args.json, f"crosscut.tour.{args.name}", parallel.to_json(step))
     if args.json != "-":

@@ -126,6 +126,8 @@ def test_the_command(capsys):
         (["pp", "--schedule", "1f2b"], "unknown schedule '1f2b'; did you mean '1f1b'?"),
         (["pp", "--schedule", "interleaved"], "schedule 'interleaved' is not executable yet; use gpipe or 1f1b"),
         (["pp", "--micro-batches", "0"], "micro_batches=0 must be at least 1"),
+        (["dp", "--micro-batches", "2"], "--micro-batches goes with tour pp, not with dp"),
+        (["collectives", "--form", "pairs"], "--form goes with tour tp, not with collectives"),
     ],
 )
 def test_bad_usage(words, message, capsys):
