@@ -32,21 +32,22 @@ def _decide(
             each = len(stages.layer_stages) // stages.num_stages
             v = layout.schedule.virtual_stages
             how = f"{len(stages.layer_stages)} layers -> {stages.num_stages} stages of {each}"
-            why = f"{v} stages a rank, dealt round" if v > 1 else "consecutive layers stay together"
-            ends = f"before the first: {_names(stages.before)}; after the last: {_names(stages.after)}"
-            yield Decision(dim, axes, how, f"{why}; {ends}")
+            ends = f"{_names(stages.before)} before, {_names(stages.after)} after"
+            yield Decision(dim, axes, how, f"{v} stages a rank, dealt round; {ends}" if v > 1 else ends)
         elif dim == "batch":
             rows = sizes.of["batch"]
-            how = f"{rows * m} rows -> {m} micro-batch{'es' * (m > 1)} -> {rows // count} rows a rank each"
-            yield Decision(dim, axes, how, "micro-batches first, then ranks: no layout changes the order of the data")
+            each = rows // count
+            how = f"{rows * m} rows -> {each} a rank" + (f", {m} times" if m > 1 else "")
+            why = "every layout reads the same data"
+            yield Decision(dim, axes, how, f"micro-batches first: {why}" if m > 1 else why)
         elif dim not in sizes.of:
             yield Decision(dim, axes, "ignored", f"{spec.name} has no dim {dim}")
         elif dim == "seq":
             assert seq is not None
             takers = [d for d in WIDTH_DIMS if d != "kv_heads" and d in sizes.of and set(layout.axes_of(d)) & set(axes)]
             yield Decision(
-                dim, axes, f"{seq} tokens -> {seq // count} a rank, outside boundaries only",
-                f"sequence parallelism: inside, {', '.join(takers)} take {label}",
+                dim, axes, f"{seq} -> {seq // count} outside boundaries",
+                f"sequence parallel: inside, {', '.join(takers)} take {label}",
             )  # fmt: skip
         else:
             users = [p for p in params.values() if p.tied_to is None and any(_uses(d, dim) for d in p.dims)]
@@ -74,4 +75,4 @@ def _uses(text: str, dim: str) -> bool:
 
 
 def _names(modules: tuple[str, ...]) -> str:
-    return ", ".join(modules) or "nothing"
+    return " and ".join(filter(None, (", ".join(modules[:-1]), *modules[-1:]))) or "nothing"

@@ -95,7 +95,7 @@ class Emitter:
             shape = (prod(self.local_shape(final_dims)[:-1]),)
             yield self.rule(
                 "loss", "forward", "all_reduce", loss.vocab_axes, shape, self.layout.precision.scalar,
-                3 * self.layout.micro_batches, note="max, sum of exp and target logit of each token",
+                3 * self.layout.micro_batches, note="max, sum of exp, target",
             )  # fmt: skip
 
     def transfer_rules(self, pp: int, hidden: tuple[int, ...]) -> Iterator[Rule]:
@@ -104,26 +104,25 @@ class Emitter:
         for first in range(self.layout.num_stages - 1):
             name = f"stage {first} -> {first + 1}"
             for phase, source, target in (("forward", first, first + 1), ("backward", first + 1, first)):
-                note = "activations" if phase == "forward" else "their gradients, back"
                 if source % ranks == pp:
-                    yield self.rule(name, phase, "send", ("pp",), hidden, dtype, m, note=note)
+                    yield self.rule(name, phase, "send", ("pp",), hidden, dtype, m)
                 if target % ranks == pp:
-                    yield self.rule(name, phase, "recv", ("pp",), hidden, dtype, m, note=note)
+                    yield self.rule(name, phase, "recv", ("pp",), hidden, dtype, m)
 
     def once_rules(self, loss: LossPlan, last: bool) -> Iterator[Rule]:
         """Token count, reported loss and squared gradient norm: one number each, once a step."""
         mesh, scalar = self.layout.mesh, self.layout.precision.scalar
         if loss.label_axes:
-            what = "number of valid tokens" if loss.kind == "cross_entropy" else "number of samples"
+            what = "valid tokens" if loss.kind == "cross_entropy" else "samples"
             yield self.rule("loss", "step", "all_reduce", loss.label_axes, (), "int64", 1, note=what)
             if last:
-                yield self.rule("loss", "step", "all_reduce", loss.label_axes, (), scalar, 1, note="reported loss")
+                yield self.rule("loss", "step", "all_reduce", loss.label_axes, (), scalar, 1, note="reported")
         if mesh.size("pp") > 1:
-            note = "reported loss, from the last stage"
+            note = "reported"
             yield self.rule("loss", "step", "broadcast", ("pp",), (), scalar, 1, note=note)
         everyone = mesh.ordered(mesh.axes)
         if everyone:
-            yield self.rule("clip", "step", "all_reduce", everyone, (), scalar, 1, note="squared gradient norm")
+            yield self.rule("clip", "step", "all_reduce", everyone, (), scalar, 1, note="squared norm")
 
 
 def padded(p: ParamPlan, count: int) -> tuple[int, ...]:

@@ -194,7 +194,7 @@ def _stage_rules(
             count = layout.mesh.size(p.store_optimizer)
             shape = (prod(padded(p, count)) // count,) if p.store_optimizer else p.local_shape
             name, dtype = one.tag.removesuffix("/step"), layout.precision.reduce
-            note = f"{one.names[0]} and {one.names[1]} are one weight on two stages"
+            note = f"= {one.names[1]}"
             rules.append(emitter.rule(name, "step", "all_reduce", ("pp",), shape, dtype, 1, note=note))
     rules += emitter.once_rules(loss, last)
     return rules

@@ -35,7 +35,7 @@ class DimExpr:
     parts: tuple[Part, ...]
 
     @classmethod
-    @lru_cache(maxsize=4096)  # noqa: B019 - one small value for each text, whoever asks
+    @lru_cache(maxsize=4096)
     def parse(cls, text: str) -> DimExpr:
         """From its text. Raises LayoutError when it is not of one of the three forms."""
         parts = []

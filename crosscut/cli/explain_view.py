@@ -1,0 +1,388 @@
+"""The text of `crosscut explain`: mesh, cuts, parameters, rules, totals, for a terminal of about 100 columns."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from itertools import product
+from typing import TYPE_CHECKING
+
+from rich.box import Box
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from crosscut.layout.collapse import ParamLine, RuleLine, collapse_params, collapse_rules, ranges
+from crosscut.layout.plan import ParamPlan, Plan
+
+if TYPE_CHECKING:
+    from crosscut.cli.counted import Counted
+
+AXIS_COLORS = {"pp": "magenta", "rep": "yellow", "dp": "green", "cp": "bright_blue", "tp": "cyan"}
+PHASES = {
+    "forward": "forward",
+    "recompute": "recompute: the forward of the layers again, before their backward",
+    "backward": "backward",
+    "step": "once a step",
+}
+RULE = Box("    \n    \n ── \n    \n    \n    \n    \n    \n")  # a line under the head and nothing else
+MAX_GRID = 64  # ranks drawn
+
+
+def show(plan: Plan, stages: Sequence[int], *, rank: int | None, counted: Counted | None, origin: str) -> None:
+    """Print everything about a plan, for the ranks at the pp coordinates `stages` (or for one `rank`)."""
+    out = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+    out.print()
+    out.print(_headline(plan, origin))
+    _section(out, "mesh", _mesh(plan, rank))
+    _section(out, "cuts", _cuts(plan))
+    _section(out, "parameters" if rank is None else f"parameters of rank {rank}", *_parameters(plan, stages, rank))
+    if plan.layout.mesh.world_size == 1:
+        _section(out, "communication", Text("none: one rank has nobody to talk to", style="dim"))
+        return
+    title = "communication of one step, of one rank" if rank is None else f"communication of one step, of rank {rank}"
+    _section(out, title, _rules(plan, stages, counted))
+    _section(out, "bytes of one step", _totals(plan, stages))
+    if counted is not None:
+        out.print(Padding(_verdict(counted, stages), (1, 2, 0, 2), expand=False))
+    out.print(Padding(_legend(plan), (1, 2, 1, 2), expand=False))
+
+
+def size(num_bytes: int | float) -> str:
+    """Bytes for a person, in powers of 1000: `2.10 MB`."""
+    if num_bytes < 1000:
+        return f"{num_bytes:g} B"
+    for unit in ("kB", "MB", "GB", "TB"):
+        num_bytes /= 1000
+        if num_bytes < 1000 or unit == "TB":
+            return f"{num_bytes:.{2 if num_bytes < 100 else 1}f} {unit}"
+    raise AssertionError
+
+
+def _headline(plan: Plan, origin: str) -> Text:
+    layout = plan.layout
+    text = Text("  ")
+    text.append(plan.spec.name, style="bold")
+    text.append(f"  {plan.num_parameters:,} parameters", style="")
+    tokens = f" x {plan.seq} tokens" if plan.seq is not None else ""
+    text.append(f"  ·  batch {plan.batch}{tokens}  ·  {layout.precision.compute}", style="")
+    text.append("\n  ")
+    text.append(_axes_in_color(layout.mesh.describe()))
+    words = layout.describe().split()[1:]
+    text.append(("  " + "  ".join(words) if words else ""), style="bold")
+    ranks = layout.mesh.world_size
+    text.append(f"  ·  {ranks} rank{'s' * (ranks > 1)}", style="")
+    text.append(f"  (mesh: {origin})", style="dim")
+    return text
+
+
+def _axes_in_color(label: str, sep: str = ",") -> Text:
+    """`dp=2,tp=2` or `dp+tp` with each axis in its color."""
+    text = Text()
+    for i, word in enumerate(label.split(sep)):
+        if i:
+            text.append(sep, style="dim")
+        axis = word.partition("=")[0]
+        text.append(word, style=f"bold {AXIS_COLORS.get(axis, 'white')}")
+    return text
+
+
+def _section(out: Console, title: str, *bodies: RenderableType) -> None:
+    out.print()
+    out.print(Text(f"  {title}", style="bold underline"))
+    for body in bodies:
+        out.print(Padding(body, (0, 2), expand=False))
+
+
+def _grid(**options: bool) -> Table:
+    return Table(box=RULE, show_edge=False, pad_edge=False, padding=(0, 1), header_style="dim", **options)  # type: ignore[arg-type]
+
+
+# ---- mesh -----------------------------------------------------------------------------------------------------------
+
+
+def _mesh(plan: Plan, rank: int | None) -> RenderableType:
+    """The ranks as grids: the last axis across, the one before down, the others a grid each, side by side."""
+    mesh = plan.layout.mesh
+    axes = mesh.ordered(mesh.axes)
+    if not axes:
+        return Text("one rank", style="dim")
+    if mesh.world_size > MAX_GRID:
+        text = Text("too many ranks to draw; rank = ")
+        for i, axis in enumerate(axes):
+            stride = mesh.rank({axis: 1})
+            text.append(" + " if i else "")
+            text.append(f"{axis}", style=AXIS_COLORS[axis])
+            text.append(f" x {stride}" if stride > 1 else "")
+        return text
+    across, down, outer = axes[-1], axes[-2] if len(axes) > 1 else None, axes[:-2]
+    row = Table.grid(padding=(0, 4))
+    cells = []
+    for coords in product(*(range(mesh.size(a)) for a in outer)):
+        fixed = dict(zip(outer, coords, strict=True))
+        cells.append(_one_grid(plan, across, down, fixed, rank))
+    row.add_row(*cells)
+    return row
+
+
+def _one_grid(plan: Plan, across: str, down: str | None, fixed: dict[str, int], rank: int | None) -> RenderableType:
+    mesh = plan.layout.mesh
+    table = Table(box=None, padding=(0, 1), show_header=True, pad_edge=False)
+    corner = Text(" ").join(Text(f"{a}={i}", style=AXIS_COLORS[a]) for a, i in fixed.items()) if fixed else Text("")
+    table.add_column(corner, justify="right")
+    for i in range(mesh.size(across)):
+        table.add_column(Text(f"{across}={i}", style=AXIS_COLORS[across]), justify="center")
+    for j in range(mesh.size(down) if down else 1):
+        head = Text(f"{down}={j}", style=AXIS_COLORS[down]) if down else Text("rank", style="dim")
+        here = {**fixed, **({down: j} if down else {})}
+        numbers = [mesh.rank({**here, across: i}) for i in range(mesh.size(across))]
+        table.add_row(head, *(Text(str(n), style="reverse bold" if n == rank else "bold") for n in numbers))
+    return table
+
+
+# ---- cuts -----------------------------------------------------------------------------------------------------------
+
+
+def _cuts(plan: Plan) -> RenderableType:
+    if not plan.decisions:
+        return Text("nothing is cut: every axis has one rank", style="dim")
+    table = _grid()
+    for name in ("dim", "over", "resolved to", "why"):
+        table.add_column(name, no_wrap=name in ("dim", "over"))
+    for d in plan.decisions:
+        style = "dim" if d.resolved == "ignored" else ""
+        table.add_row(
+            Text(d.dim, style=style or "bold"),
+            _axes_in_color("+".join(d.axes), "+") if not style else Text("+".join(d.axes), style=style),
+            Text(d.resolved, style=style),
+            Text(d.why, style="dim"),
+        )
+    return table
+
+
+# ---- parameters -----------------------------------------------------------------------------------------------------
+
+
+def _parameters(plan: Plan, stages: Sequence[int], rank: int | None) -> list[RenderableType]:
+    pipeline = plan.layout.mesh.size("pp") > 1
+    lines = collapse_params(plan, stages)
+    stored = len({_stored(line.param) for line in lines}) > 1  # where all are stored alike, the cuts have said so
+    table = _grid()
+    table.add_column("name", no_wrap=True)
+    if pipeline and rank is None:
+        table.add_column("on pp", justify="center")
+    table.add_column("dims", no_wrap=True)
+    table.add_column("whole", justify="right", no_wrap=True)
+    table.add_column("a rank's" if rank is None else "its slice", justify="right", no_wrap=rank is None)
+    table.add_column("gradient sum", no_wrap=True)
+    if stored:
+        table.add_column("stored", no_wrap=True)
+    for line in lines:
+        p = line.param
+        cells: list[RenderableType] = [_param_name(line)]
+        if pipeline and rank is None:
+            cells.append(Text(ranges(line.stages), style=AXIS_COLORS["pp"]))
+        summed = _axes_in_color(plan.layout.mesh.label(p.sum_axes), "+")
+        cells += [_dims(p), Text(_shape(p.shape)), _held(plan, p, rank), summed]
+        if stored:
+            cells.append(Text(_stored(p), style="dim"))
+        table.add_row(*cells)
+    return [table, _held_in_all(plan, stages)]
+
+
+def _stored(p: ParamPlan) -> str:
+    """What is kept cut over which axes."""
+    kept = "params" if p.store_parameters else "grads" if p.store_gradients else "state"
+    return f"{kept}/{'+'.join(p.store_optimizer)}" if p.store_optimizer else "-"
+
+
+def _param_name(line: ParamLine) -> Text:
+    text = Text(line.name)
+    if line.param.tied_to is not None:
+        text.append(f" = {line.param.tied_to}", style="dim")
+    if not line.param.requires_grad:
+        text.append(" frozen", style="dim")
+    return text
+
+
+def _dims(p: ParamPlan) -> Text:
+    """`heads*head_dim/tp, embed`: each dim, and the axes that cut it."""
+    if not p.dims:
+        return Text("no row" if p.shape else "-", style="dim")
+    text = Text()
+    for d, (name, axes) in enumerate(zip(p.dims, p.axis_cuts, strict=True)):
+        text.append(", " if d else "")
+        text.append(name, style="bold" if axes else "")
+        for axis in axes:
+            text.append(f"/{axis}", style=f"bold {AXIS_COLORS[axis]}")
+    return text
+
+
+def _held(plan: Plan, p: ParamPlan, rank: int | None) -> Text:
+    if rank is None:
+        same = p.local_shape == p.shape
+        return Text(_shape(p.local_shape), style="dim" if same else "bold")
+    mesh = plan.layout.mesh
+    held = p.ranges(mesh.coords(rank), mesh.sizes)
+    text = Text()
+    for d, ranges_ in enumerate(held):
+        text.append(", " if d else "[")
+        whole = len(ranges_) == 1 and ranges_[0] == (0, p.shape[d])
+        text.append(":" if whole else "|".join(f"{a}:{b}" for a, b in ranges_), style="dim" if whole else "bold")
+    return text.append("]" if held else "all of it")
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "one number"
+
+
+def _held_in_all(plan: Plan, stages: Sequence[int]) -> Text:
+    """The numbers a rank holds, for each of the stages."""
+    held = []
+    for pp in stages:
+        params = plan.stage_params(pp).values()
+        held.append(sum(_product(p.local_shape) for p in params))
+    text = Text("a rank holds ", style="dim")
+    if len(set(held)) == 1:
+        text.append(f"{held[0]:,}", style="bold")
+    else:
+        for i, (pp, n) in enumerate(zip(stages, held, strict=True)):
+            text.append(", " if i else "", style="dim")
+            text.append(f"{n:,}", style="bold")
+            text.append(f" (pp={pp})", style=AXIS_COLORS["pp"])
+    return text.append(f" of {plan.num_parameters:,} numbers", style="dim")
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    out = 1
+    for n in shape:
+        out *= n
+    return out
+
+
+# ---- rules ----------------------------------------------------------------------------------------------------------
+
+
+def _rules(plan: Plan, stages: Sequence[int], counted: Counted | None) -> RenderableType:
+    several = len(stages) > 1
+    table = _grid()
+    table.add_column("where", no_wrap=True)
+    if several:
+        table.add_column("on pp", justify="center")
+    table.add_column("what", no_wrap=True)
+    table.add_column("over", no_wrap=True)
+    table.add_column("calls", justify="right", no_wrap=True)
+    table.add_column("each", justify="right", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    if counted is not None:
+        table.add_column("counted a step", justify="right", no_wrap=True)
+    phase = ""
+    for line in collapse_rules(plan, stages):
+        if line.rule.phase != phase:
+            if phase:
+                table.add_row()
+            phase = line.rule.phase
+            table.add_row(Text(PHASES[phase], style="bold italic"))
+        table.add_row(*_rule_cells(plan, line, several, counted, stages))
+    return table
+
+
+def _rule_cells(
+    plan: Plan, line: RuleLine, several: bool, counted: Counted | None, stages: Sequence[int]
+) -> list[RenderableType]:
+    r = line.rule
+    where = Text("  " + line.site)
+    detail = r.where if not r.note else "entry, again" if r.where else r.note
+    where.append(f" {detail}", style="dim")
+    cells: list[RenderableType] = [where]
+    if several:
+        everyone = len(line.stages) == len(stages)
+        cells.append(Text("all" if everyone else ranges(line.stages), style="dim" if everyone else AXIS_COLORS["pp"]))
+    cells += [Text(r.op), _axes_in_color(r.axis, "+")]
+    if r.calls is None:
+        cells += [Text("buckets", style="dim"), Text("-", style="dim")]
+    else:
+        cells += [Text(f"{r.calls}"), Text(size(r.bytes // r.calls) if r.bytes else "-", style="dim")]
+    cells.append(Text(f"{r.bytes:,}" if r.bytes else "-", style="bold" if r.bytes else "dim"))
+    if counted is not None:
+        cells.append(_counted_cell(line, counted))
+    return cells
+
+
+def _counted_cell(line: RuleLine, counted: Counted) -> Text:
+    """What a step moved on average, and whether it is what was derived."""
+    pairs = [
+        counted.pairs[pp][(tag, line.rule.axis, line.rule.op)]
+        for pp, tags in zip(line.stages, line.tags, strict=True)
+        for tag in tags
+    ]
+    if all(p.equal(counted.steps) for p in pairs):
+        return Text(f"{line.rule.bytes:,} ", style="green").append("=")
+    first = counted.pairs[line.stages[0]]
+    total = sum(first[(tag, line.rule.axis, line.rule.op)].counted_bytes for tag in line.tags[0])
+    return Text(f"{total / max(counted.steps, 1):,.10g} ", style="bold red").append("≠")
+
+
+def _verdict(counted: Counted, stages: Sequence[int]) -> Text:
+    stages = tuple(stages)
+    text = Text()
+    if counted.equal(stages):
+        return text.append(f"counted = derived, to the byte, over {counted.steps} steps", style="bold green")
+    text.append(f"counted and derived differ (over {counted.steps} steps)", style="bold red")
+    for pp, pair in counted.not_derived(stages):
+        tag, axis, op = pair.key
+        text.append(f"\n  no rule says: {op} over {axis}, {pair.counted_bytes:,} bytes in {pair.counted_calls} calls")
+        text.append(f" ({tag}, pp={pp})", style="dim")
+    if counted.ranks_that_differ:
+        text.append(f"\n  unlike the first rank of their stage: {ranges(counted.ranks_that_differ)}")
+    return text
+
+
+# ---- totals ---------------------------------------------------------------------------------------------------------
+
+
+def _totals(plan: Plan, stages: Sequence[int]) -> RenderableType:
+    world = plan.world_totals()
+    by_stage = [plan.totals(pp) for pp in stages]
+    several = len(stages) > 1
+    table = _grid()
+    table.add_column("over", no_wrap=True)
+    table.add_column("what", no_wrap=True)
+    columns = _stage_columns(stages, by_stage)
+    for name, _ in columns:
+        table.add_column(name if several else "one rank", justify="right", no_wrap=True)
+    table.add_column("all ranks", justify="right", no_wrap=True)
+    table.add_column("")
+    for axis in sorted(world, key=lambda label: (label.count("+"), -sum(world[label].values()))):
+        for op, total in world[axis].items():
+            each = [totals.get(axis, {}).get(op, 0) for _, totals in columns]
+            if not any(each) and len(columns) < 2:
+                continue
+            table.add_row(
+                _axes_in_color(axis, "+"), Text(op), *(Text(f"{n:,}" if n else "-", style="bold") for n in each),
+                Text(f"{total:,}" if total else "-"), Text(size(total) if total else "", style="dim"),
+            )  # fmt: skip
+    return table
+
+
+def _stage_columns(
+    stages: Sequence[int], by_stage: Sequence[dict[str, dict[str, int]]]
+) -> list[tuple[str, dict[str, dict[str, int]]]]:
+    """Stages with equal totals share a column."""
+    groups: list[tuple[list[int], dict[str, dict[str, int]]]] = []
+    for pp, totals in zip(stages, by_stage, strict=True):
+        for held, same in groups:
+            if same == totals:
+                held.append(pp)
+                break
+        else:
+            groups.append(([pp], totals))
+    return [(f"pp={ranges(held)}", totals) for held, totals in groups]
+
+
+def _legend(plan: Plan) -> Text:
+    text = Text("Bytes are what one rank hands to the call (of all_gather the output, of recv nothing).", style="dim")
+    if plan.layout.micro_batches > 1:
+        text.append(f" Calls count all {plan.layout.micro_batches} micro-batches of the step.")
+    return text
