@@ -34,11 +34,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="NAME",
         help="threads (default: all ranks in this process), gloo or nccl",
     )
-    parser.add_argument(
-        "--form", choices=("gather", "pairs"), default="gather", help="tp: gather every layer, or pairs"
-    )
-    parser.add_argument("--schedule", default="1f1b", metavar="NAME", help="pp: 1f1b (default) or gpipe")
-    parser.add_argument("--micro-batches", type=int, default=4, metavar="N", help="pp: micro-batches (default 4)")
+    parser.add_argument("--form", choices=("gather", "pairs"), help="tp: gather every layer (default), or pairs")
+    parser.add_argument("--schedule", metavar="NAME", help="pp: 1f1b (default) or gpipe")
+    parser.add_argument("--micro-batches", type=int, metavar="N", help="pp: micro-batches (default 4)")
     add_json_argument(parser)
 
 

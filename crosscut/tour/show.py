@@ -101,7 +101,8 @@ def _two_steps(tours: Sequence[RankTour], console: Console) -> None:
         first, second = (tours[0].two_step_bytes[op] * (size - 1) // size for op in ("reduce_scatter", "all_gather"))
         console.print(
             Text(
-                f"  in a ring        {first} + {second} bytes leave each rank, (n-1)/n of its {reduced.bytes} in each step",
+                f"  in a ring        {first} + {second} bytes leave each rank, (n-1)/n of its {reduced.bytes} in "
+                "each step",
                 style="dim",
             )
         )
