@@ -120,7 +120,7 @@ def test_text_of_other_layouts(capsys: pytest.CaptureFixture[str], line: str) ->
 
 
 def test_no_torch_and_under_half_a_second(tmp_path: Path) -> None:
-    """In processor time and the best of several tries: the machine may be busy. Byte code is kept, as it is for a user."""
+    """In processor time, the best of several tries: the machine may be busy. Byte code is kept, as for a user."""
     code = (
         "import sys; from crosscut.cli.main import main; code = main(sys.argv[1:]); "
         "assert not {'torch', 'numpy', 'pydantic'} & set(sys.modules); sys.exit(code)"
