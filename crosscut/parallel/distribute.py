@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from crosscut.comm.context import Context
 from crosscut.comm.group import Group
 from crosscut.layout.layout import Layout
 from crosscut.layout.plan import Plan
-from crosscut.layout.rules import derive
+from crosscut.layout import rules
 from crosscut.layout.spec import Dims
 from crosscut.parallel import clip
 from crosscut.parallel.batch import Batch, MicroBatch
@@ -34,6 +35,7 @@ from crosscut.parallel.pipeline.stage import Stage
 from crosscut.parallel.tensor import cut_embedding, install_boundaries
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
+derive = lru_cache(maxsize=32)(rules.derive)  # ranks that are threads of one process derive one plan
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -92,8 +94,12 @@ class DistributedModel:
         self.module, drawn = build_whole(model, seed, ctx)
         self.spec = spec_from_module(self.module, dims, loss=loss_kind(dims))
         # A plan without a batch size is complete but for the bytes of activations; any legal size will do for it.
-        self.plan = derive(self.spec, layout, batch=batch or _smallest_batch(layout), seq=seq or _smallest_seq(layout))
-        self._sized = batch is not None
+        least = layout.micro_batches * layout.mesh.size(layout.batch_axes)
+        if seq is None and "seq" in self.spec.input_dims:
+            seq, self._sized = layout.mesh.size(layout.axes_of("seq")), False
+        else:
+            self._sized = batch is not None
+        self.plan = derive(self.spec, layout, batch=batch or least, seq=seq)
         ctx.set_mesh(layout.mesh, self.plan.group_axes)
         self.stage = Stage(self.module, self.plan, ctx.coords["pp"], layout.mesh.size("pp"))
         hold_share(self.module, self.plan, ctx, DTYPES[layout.precision.compute], drawn, seed)
@@ -219,8 +225,9 @@ class DistributedModel:
         return BucketReducer(owed, bucket_bytes) if bucket_bytes else NaiveReducer(owed)
 
     def _run(self, batch: Batch, actions: Sequence[Action], kind: str) -> StepOutput:
-        micro, ctx = batch.micro, self.ctx
-        self._size_plan(micro)
+        ctx = self.ctx
+        self._size_plan(batch.micro)
+        micro = tuple(self._own_labels(m) for m in batch.micro)
         labels = ctx.group(self.plan.loss.label_axes)
         counts = [m.num_terms for m in micro]
         total = torch.tensor(sum(counts), dtype=torch.int64, device=ctx.device)
@@ -233,7 +240,7 @@ class DistributedModel:
                 output = self.stage.forward(received, self._cast(micro[m].inputs), **kwargs)
             if not self.stage.is_last:
                 return output
-            loss = self._loss(output, micro[m]) * (counts[m] / max(num_tokens, 1))
+            loss = self._loss(output, micro[m].labels) * (counts[m] / max(num_tokens, 1))
             losses.add_(loss.detach())
             return loss
 
@@ -247,10 +254,14 @@ class DistributedModel:
         pp.broadcast(losses, src=pp.size - 1, tag="loss/step", kind=kind)
         return StepOutput(float(losses), num_tokens)
 
-    def _loss(self, output: Tensor, micro: MicroBatch) -> Tensor:
+    def _own_labels(self, micro: MicroBatch) -> MicroBatch:
+        """Where logits are cut along seq, the loss sees (and counts) the labels of its own part."""
         labels = micro.labels
-        for axis in self.plan.loss.label_seq_axes:  # sequence-cut logits see their own labels
+        for axis in self.plan.loss.label_seq_axes:
             labels = pairs.own_slice(labels, self.ctx.group(axis), 1)
+        return replace(micro, labels=labels)
+
+    def _loss(self, output: Tensor, labels: Tensor) -> Tensor:
         with LossMode(output, self.ctx.group(self.plan.loss.vocab_axes), tag="loss/forward"):
             loss = self.loss_fn(output, self._cast(labels))
         if loss.ndim:

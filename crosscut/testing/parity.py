@@ -66,7 +66,7 @@ def single_device(
         optimizer.zero_grad()
         loss = loss_fn(module(inputs), labels)
         loss.backward()
-        trace.losses.append(float(loss))
+        trace.losses.append(float(loss.detach()))
         grads = {name: _grad(p).clone() for name, p in module.named_parameters()}
         trace.grads.append(grads)
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm if max_norm is not None else float("inf"))
@@ -106,7 +106,10 @@ def _rank_steps(
     ctx: Context, build: Builder, dims: Dims, layout: Layout, batches: Sequence[GlobalBatch], loss_fn: LossFn,
     lr: float, max_norm: float | None, seed: int, bucket_bytes: int,
 ) -> RankReport:  # fmt: skip
-    model = distribute(build, dims, layout, ctx, loss_fn=loss_fn, seed=seed, bucket_bytes=bucket_bytes)
+    rows, seq = batches[0][0].size(0), batches[0][0].size(1) if not batches[0][0].is_floating_point() else None
+    model = distribute(
+        build, dims, layout, ctx, loss_fn=loss_fn, seed=seed, bucket_bytes=bucket_bytes, batch=rows, seq=seq
+    )
     optimizer = model.optimizer(torch.optim.SGD, lr=lr)
     losses, norms, grads = [], [], []
     for inputs, labels in batches:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,12 +28,12 @@ VARIANTS = {
 def transformer(variant: str):  # type: ignore[no-untyped-def]
     """(builder, dims table) of a variant."""
     cfg = TransformerConfig(**VARIANTS[variant])
-    return lambda: Transformer(cfg), transformer_dims(cfg)
+    return partial(Transformer, cfg), transformer_dims(cfg)
 
 
 def mlp(form: str, layers: int = 4, dim: int = 24, bias: bool = True):  # type: ignore[no-untyped-def]
     cfg = MLPConfig(dim=dim, layers=layers, form=form, bias=bias)
-    return lambda: MLP(cfg), mlp_dims(cfg)
+    return partial(MLP, cfg), mlp_dims(cfg)
 
 
 def token_batches(rows: int, seq: int, vocab: int, steps: int = 3, ignore: bool = True) -> list[tuple[Tensor, Tensor]]:
@@ -44,7 +45,8 @@ def token_batches(rows: int, seq: int, vocab: int, steps: int = 3, ignore: bool 
         labels = ids[:, 1:].clone()
         if ignore:
             labels[torch.rand(rows, seq, generator=generator) < 0.2] = -100
-            labels[0] = -100
+            if rows > 1:
+                labels[0] = -100
         out.append((ids[:, :-1], labels))
     return out
 

@@ -1,9 +1,10 @@
-"""One rank's part of the depth: the model's own forward, run from the first layer held to the last.
+"""One rank's part of the depth: the model's own forward, run from the first layer held to the entry of the next stage's.
 
 The model keeps its forward. On a stage after the first, the modules before the layers are stubs that return the received
 activation, and the first layer held gets it whatever was made of it in between; on a stage before the last, the forward
-is left right after the last layer held. What else the forward makes for its layers (rotary tables, masks) it makes on
-every stage, from arguments that every stage has.
+is left where it would enter the next stage's first layer, so that what stands between two layers runs once, on the stage
+of the first. What else the forward makes for its layers (rotary tables, masks) it makes on every stage, from arguments
+that every stage has.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from crosscut.layout.plan import Plan
 
 
 class _StageDone(Exception):
-    """Carries the output of the stage's last layer out of the model's forward."""
+    """Carries the value that the next stage's first layer reads out of the model's forward."""
 
     def __init__(self, output: Tensor) -> None:
-        super().__init__("the stage's last layer is done")
+        super().__init__("the stage is done")
         self.output = output
 
 
@@ -39,6 +40,15 @@ class _Received(nn.Module):
                 f"{self._name} lives on another pipeline stage; only what runs before the layers may be called here"
             )
         return received
+
+
+class _NextStage(nn.Module):
+    """Stands where the next stage's first layer stood: here this stage's forward ends."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        if not args or not isinstance(args[0], Tensor):
+            raise ValueError("under pp the hidden value, one tensor, must be the first positional argument of each layer")
+        raise _StageDone(args[0])
 
 
 class Stage:
@@ -61,6 +71,8 @@ class Stage:
             raise ValueError(f"{plan.layers} is a {type(layers).__name__}; the layers must be one nn.ModuleList")
         held = [(str(i), layer) for i, layer in enumerate(layers) if plan.layer_stages[i] == self.index]
         layers._modules = OrderedDict(held)  # keeps the model's numbering in every name
+        if not self.is_last:
+            layers._modules[str(int(held[-1][0]) + 1)] = _NextStage()
         for name in plan.before if not self.is_first else ():
             self._replace(name)
         for name in plan.after if not self.is_last else ():
@@ -70,8 +82,6 @@ class Stage:
             layer.register_forward_pre_hook(self._note(name))
         if not self.is_first:
             held[0][1].register_forward_pre_hook(self._feed, with_kwargs=True)
-        if not self.is_last:
-            held[-1][1].register_forward_hook(self._finish)
         self._held = [name for name, _ in held]
 
     def _replace(self, name: str) -> None:
@@ -88,13 +98,6 @@ class Stage:
         if not args:
             raise ValueError("under pp the hidden value must be the first positional argument of each layer")
         return (self.received, *args[1:]), kwargs
-
-    def _finish(self, layer: nn.Module, args: tuple, output: Any) -> None:
-        if not isinstance(output, Tensor):
-            raise ValueError(
-                f"under pp a layer must return one tensor, the hidden value; this one returns {type(output).__name__}"
-            )
-        raise _StageDone(output)
 
     def forward(self, received: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the stage: the model's output on the last stage, the last held layer's output on the others."""
