@@ -77,7 +77,7 @@ def _blocks(result: Step, console: Console, cell: int, more: tuple[str, ...] = (
 
 
 def _held(result: Step, console: Console) -> None:
-    _heading(console, "What each rank has", "[rows:of, columns:of] of each W, as torch stores it (out, in)")
+    _heading(console, "What each rank has", "of each W: rows, columns, as torch stores it (out, in)")
     names = list(result.one_device.params)
     texts = {name: [_slice_text(r, name) for r in result.ranks] for name in names}
     rows = [_rows(r) for r in result.ranks]
