@@ -32,7 +32,9 @@ def overlapped(ctx):
     total = torch.arange(6.0).view(2, 3) * n + 100 * sum(range(n))
     assert out["all_reduce"] is view
     assert torch.equal(view, total / n)
-    assert torch.equal(half, sum((torch.arange(6.0).view(2, 3) + 100 * r).bfloat16().float() for r in range(n)).bfloat16())
+    assert torch.equal(
+        half, sum((torch.arange(6.0).view(2, 3) + 100 * r).bfloat16().float() for r in range(n)).bfloat16()
+    )
     parts = [torch.arange(6.0).view(2, 3) + 100 * r for r in range(n)]
     assert torch.equal(out["gather1"], torch.cat(parts, 1))
     assert torch.equal(out["reduce_scatter"], total)

@@ -137,25 +137,15 @@ class TorchGroup:
     def all_to_all(self, out: Tensor, x: Tensor, out_counts: list[int], in_counts: list[int], call: Call) -> Work:
         # Never skipped for an empty tensor: the other ranks of the group may have something to say to each other.
         if self.name == "gloo" and max(out.numel(), x.numel()) > _MAX_COUNT:
-            return self._all_to_all_by_pairs(out, x, out_counts, in_counts, call)
+            raise ValueError(
+                f"{call.where()}: {max(out.numel(), x.numel())} elements on one rank are more than the {_MAX_COUNT} that "
+                f"Gloo can count; make several calls"
+            )
 
         def start() -> Any:
             return dist.all_to_all_single(out, x, out_counts, in_counts, group=self._group, async_op=True)
 
         return self._start(call, None, start)
-
-    def _all_to_all_by_pairs(
-        self, out: Tensor, x: Tensor, out_counts: list[int], in_counts: list[int], call: Call
-    ) -> Work:
-        """For sizes beyond 32 bits: one send and one receive a pair, whose counts are 64-bit."""
-        works: list[Work] = []
-        sends, receives = torch.split(x, in_counts), torch.split(out, out_counts)
-        receives[self._rank].copy_(sends[self._rank])
-        for step in range(1, self._size):
-            dst, src = (self._rank + step) % self._size, (self._rank - step) % self._size
-            works.append(self.recv(receives[src], src, call))
-            works.append(self.send(sends[dst], dst, call))
-        return _All(works)
 
     def send(self, x: Tensor, dst: int, call: Call) -> Work:
         peer = self._ranks[dst]
