@@ -8,7 +8,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from rich.box import Box
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -28,11 +28,12 @@ PHASES = {
 }
 RULE = Box("    \n    \n ── \n    \n    \n    \n    \n    \n")  # a line under the head and nothing else
 MAX_GRID = 64  # ranks drawn
+WIDTH = 110  # columns where there is no terminal
 
 
 def show(plan: Plan, stages: Sequence[int], *, rank: int | None, counted: Counted | None, origin: str) -> None:
     """Print everything about a plan, for the ranks at the pp coordinates `stages` (or for one `rank`)."""
-    out = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+    out = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     out.print()
     out.print(_headline(plan, origin))
     _section(out, "mesh", _mesh(plan, rank))
@@ -96,7 +97,7 @@ def _section(out: Console, title: str, *bodies: RenderableType) -> None:
 
 
 def _grid(**options: bool) -> Table:
-    return Table(box=RULE, show_edge=False, pad_edge=False, padding=(0, 1), header_style="dim", **options)  # type: ignore[arg-type]
+    return Table(box=RULE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim", **options)  # type: ignore[arg-type]
 
 
 # ---- mesh -----------------------------------------------------------------------------------------------------------
@@ -151,14 +152,13 @@ def _cuts(plan: Plan) -> RenderableType:
     for name in ("dim", "over", "resolved to", "why"):
         table.add_column(name, no_wrap=name in ("dim", "over"))
     for d in plan.decisions:
-        style = "dim" if d.resolved == "ignored" else ""
-        table.add_row(
-            Text(d.dim, style=style or "bold"),
-            _axes_in_color("+".join(d.axes), "+") if not style else Text("+".join(d.axes), style=style),
-            Text(d.resolved, style=style),
-            Text(d.why, style="dim"),
-        )
-    return table
+        if d.resolved != "ignored":
+            over = _axes_in_color("+".join(d.axes), "+")
+            table.add_row(Text(d.dim, style="bold"), over, Text(d.resolved), Text(d.why, style="dim"))
+    ignored = [d.dim for d in plan.decisions if d.resolved == "ignored"]
+    if not ignored:
+        return table
+    return Group(table, Text(f"ignored, for {plan.spec.name} has no such dim: {', '.join(ignored)}", style="dim"))
 
 
 # ---- parameters -----------------------------------------------------------------------------------------------------
@@ -169,13 +169,13 @@ def _parameters(plan: Plan, stages: Sequence[int], rank: int | None) -> list[Ren
     lines = collapse_params(plan, stages)
     stored = len({_stored(line.param) for line in lines}) > 1  # where all are stored alike, the cuts have said so
     table = _grid()
-    table.add_column("name", no_wrap=True)
+    table.add_column("name", overflow="fold")
     if pipeline and rank is None:
-        table.add_column("on pp", justify="center")
-    table.add_column("dims", no_wrap=True)
+        table.add_column("pp", min_width=3, no_wrap=True)
+    table.add_column("dims", overflow="fold")
     table.add_column("whole", justify="right", no_wrap=True)
     table.add_column("a rank's" if rank is None else "its slice", justify="right", no_wrap=rank is None)
-    table.add_column("gradient sum", no_wrap=True)
+    table.add_column("grad sum", no_wrap=True)
     if stored:
         table.add_column("stored", no_wrap=True)
     for line in lines:
@@ -243,7 +243,8 @@ def _held_in_all(plan: Plan, stages: Sequence[int]) -> Text:
     for pp in stages:
         params = plan.stage_params(pp).values()
         held.append(sum(_product(p.local_shape) for p in params))
-    text = Text("a rank holds ", style="dim")
+    gathered = any(p.store_parameters for p in plan.params.values())
+    text = Text("a rank computes with " if gathered else "a rank holds ", style="dim")
     if len(set(held)) == 1:
         text.append(f"{held[0]:,}", style="bold")
     else:
@@ -267,9 +268,9 @@ def _product(shape: tuple[int, ...]) -> int:
 def _rules(plan: Plan, stages: Sequence[int], counted: Counted | None) -> RenderableType:
     several = len(stages) > 1
     table = _grid()
-    table.add_column("where", no_wrap=True)
+    table.add_column("where", overflow="fold")
     if several:
-        table.add_column("on pp", justify="center")
+        table.add_column("pp", min_width=3, no_wrap=True)
     table.add_column("what", no_wrap=True)
     table.add_column("over", no_wrap=True)
     table.add_column("calls", justify="right", no_wrap=True)

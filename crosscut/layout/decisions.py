@@ -38,8 +38,7 @@ def _decide(
             rows = sizes.of["batch"]
             each = rows // count
             how = f"{rows * m} rows -> {each} a rank" + (f", {m} times" if m > 1 else "")
-            why = "every layout reads the same data"
-            yield Decision(dim, axes, how, f"micro-batches first: {why}" if m > 1 else why)
+            yield Decision(dim, axes, how, "the same data under every layout")
         elif dim not in sizes.of:
             yield Decision(dim, axes, "ignored", f"{spec.name} has no dim {dim}")
         elif dim == "seq":
@@ -47,7 +46,7 @@ def _decide(
             takers = [d for d in WIDTH_DIMS if d != "kv_heads" and d in sizes.of and set(layout.axes_of(d)) & set(axes)]
             yield Decision(
                 dim, axes, f"{seq} -> {seq // count} outside boundaries",
-                f"sequence parallel: inside, {', '.join(takers)} take {label}",
+                f"inside, {', '.join(takers)} take {label} (SP)",
             )  # fmt: skip
         else:
             users = [p for p in params.values() if p.tied_to is None and any(_uses(d, dim) for d in p.dims)]
@@ -62,7 +61,7 @@ def _decide(
         what = " and ".join(filter(None, (", ".join(kept[:-1]), kept[-1])))
         if axes:
             how = f"zero={store.zero}: {what} kept cut"
-            why = "each parameter's dim 0, padded in flight only"
+            why = "along dim 0, padded in flight only"
             if store.zero == 3:
                 why += "; gathered for each use" if store.reshard == "use" else "; gathered once a step"
             yield Decision("store", axes, how, why)

@@ -69,8 +69,8 @@ def test_text_collapses_layers_and_says_what_and_why(capsys: pytest.CaptureFixtu
     assert "layers.0-3.attn.q.weight" in text
     assert "layers.0-3.attn entry" in text
     assert "8 -> 4 a rank" in text
-    assert "transformer has no dim experts" in text
-    assert "sequence parallel: inside, vocab, heads, mlp take tp" in text
+    assert "ignored, for transformer has no such dim: experts" in text
+    assert "inside, vocab, heads, mlp take tp (SP)" in text
     assert "37,748,736" in text
     assert "8,659,968" in text
     rows = [line.split() for line in text.splitlines()]
@@ -286,3 +286,13 @@ def test_run_folders_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_target_of_hands_over_what_is_not_plain(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown section"):
         target_of(None, {"modle.embed": "3"}, None)
+
+
+def test_numbers_are_whole_on_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("crosscut.cli.explain_view.WIDTH", 90)
+    line = "--mesh pp=4,dp=2,tp=2 --micro-batches 4 --zero 3 --model.qk_norm true --model.tied true"
+    text = explain(capsys, *line.split())
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 90
