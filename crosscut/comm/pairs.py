@@ -55,7 +55,8 @@ def scatter_sum(x: Tensor, group: Group, dim: int, tag: str = "", back_tag: str 
 
 
 def slice_own(x: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's slice along `dim` of a replicated x. Its gradient is zero outside the slice: partial, sum it later."""
+    """This rank's slice along `dim` of a replicated x. Its gradient is zero outside the slice: partial, sum it
+    later."""
     return own_slice(x, group, dim) if group.size > 1 else x
 
 
@@ -63,7 +64,9 @@ def own_slice(x: Tensor, group: Group, dim: int) -> Tensor:
     """The group.rank-th of group.size equal slices along `dim` (a view)."""
     width, rest = divmod(x.size(dim), group.size)
     if rest:
-        raise ValueError(f"dim {dim} of size {x.size(dim)} cannot be cut over {group.label}={group.size}: not divisible")
+        raise ValueError(
+            f"dim {dim} of size {x.size(dim)} cannot be cut over {group.label}={group.size}: not divisible"
+        )
     return x.narrow(dim, group.rank * width, width)
 
 

@@ -64,8 +64,10 @@ def draw(name: str, shape: tuple[int, ...], ranges: tuple[tuple[Range, ...], ...
             whole = torch.randn((rows, *shape[1:]), generator=block_generator(seed, name, block))
             held = whole[max(start - first, 0) : stop - first]
             for dim, parts in enumerate(ranges[1:], start=1):
-                held = torch.cat([held.narrow(dim, a, b - a) for a, b in parts], dim) if len(parts) > 1 else held.narrow(
-                    dim, parts[0][0], parts[0][1] - parts[0][0]
+                held = (
+                    torch.cat([held.narrow(dim, a, b - a) for a, b in parts], dim)
+                    if len(parts) > 1
+                    else held.narrow(dim, parts[0][0], parts[0][1] - parts[0][0])
                 )
             pieces.append(held)
     return torch.cat(pieces).mul_(init.std) if pieces else torch.empty(local)

@@ -25,7 +25,8 @@ class MLP(nn.Module):
     def init_table(self) -> dict[str, Init]:
         """Normal of variance 1/dim, so that the scale of x neither grows nor dies over the layers; biases zero."""
         return {
-            name: Init.normal(self.cfg.dim**-0.5) if p.ndim == 2 else Init.zeros() for name, p in self.named_parameters()
+            name: Init.normal(self.cfg.dim**-0.5) if p.ndim == 2 else Init.zeros()
+            for name, p in self.named_parameters()
         }
 
 

@@ -1,6 +1,7 @@
 """A decoder-only transformer in plain PyTorch: RMSNorm, rotary positions, grouped queries, SwiGLU.
 
-Nothing here knows of ranks. Head counts are read from the tensors, so the same code runs with all heads or a rank's share.
+Nothing here knows of ranks. Head counts are read from the tensors, so the same code runs with all heads or a rank's
+share.
 
 Shape suffixes: B batch, S seq, E embed, H heads, K kv_heads, D head_dim, M mlp, V vocab.
 """

@@ -22,7 +22,7 @@ IGNORE = -100  # torch's own default ignore_index: such labels are not tokens of
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """This rank's rows of one micro-batch. inputs (b, ...), labels (b, ...); positions (S,) or (b, S) int64, or None."""
+    """This rank's rows of one micro-batch: inputs (b, ...), labels (b, ...), positions (S,) or (b, S), or None."""
 
     inputs: Tensor
     labels: Tensor

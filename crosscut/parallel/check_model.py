@@ -38,8 +38,8 @@ def check_model(
     """Run one step of the model in fp64 under small layouts, ranks as threads, and compare it with one device.
 
     build_model: makes the model (give it small sizes that 2 divides). batch: (inputs, labels) with an even number of
-    rows; by default 4 rows of 8 random token ids, for a model with the dim vocab. loss_fn: as for `distribute`; by default
-    next-token cross-entropy. layouts: the meshes to try.
+    rows; by default 4 rows of 8 random token ids, for a model with the dim vocab. loss_fn: as for `distribute`; by
+    default next-token cross-entropy. layouts: the meshes to try.
 
     Raises ContractError naming the first clause that is broken: a parameter without a row, an operation on a partial or
     cut value, a layer called twice or out of order, a value that differs from one device.
@@ -58,10 +58,28 @@ def check_model(
             derive(spec, layout, batch=inputs.size(0), seq=seq)
         except ValueError as error:
             raise ContractError(f"{mesh}: {error}") from error
-        one = spawn(_one_step, build_model, dims, Layout.of("dp=1", compute="fp64"), inputs, labels, loss, world_size=1, backend="threads")[0]
+        one = spawn(
+            _one_step,
+            build_model,
+            dims,
+            Layout.of("dp=1", compute="fp64"),
+            inputs,
+            labels,
+            loss,
+            world_size=1,
+            backend="threads",
+        )[0]
         try:
             many = spawn(
-                _one_step, build_model, dims, layout, inputs, labels, loss, world_size=layout.mesh.world_size, backend="threads"
+                _one_step,
+                build_model,
+                dims,
+                layout,
+                inputs,
+                labels,
+                loss,
+                world_size=layout.mesh.world_size,
+                backend="threads",
             )
         except ValueError as error:
             raise ContractError(f"{mesh}: {error}") from error
@@ -78,7 +96,13 @@ class _Step:
 
 
 def _one_step(
-    ctx: Context, build: Callable[[], nn.Module], dims: Dims, layout: Layout, inputs: Tensor, labels: Tensor | None, loss_fn: LossFn
+    ctx: Context,
+    build: Callable[[], nn.Module],
+    dims: Dims,
+    layout: Layout,
+    inputs: Tensor,
+    labels: Tensor | None,
+    loss_fn: LossFn,
 ) -> _Step:
     model: DistributedModel = distribute(build, dims, layout, ctx, loss_fn=loss_fn)
     out = model.forward_backward(local_batch(inputs, labels, layout, ctx))
@@ -110,7 +134,9 @@ def _compare(mesh: str, one: _Step, many: list[_Step]) -> None:
 def _token_batch(spec, module: nn.Module) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
     embedding = next((m for m in module.modules() if isinstance(m, nn.Embedding)), None)
     if loss_kind(spec.dims) != "cross_entropy" or embedding is None:
-        raise ContractError("check_model needs batch=(inputs, labels): the model has no dim vocab to make token ids for")
+        raise ContractError(
+            "check_model needs batch=(inputs, labels): the model has no dim vocab to make token ids for"
+        )
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(embedding.num_embeddings, (4, 9), generator=generator)
     return ids[:, :-1], ids[:, 1:]

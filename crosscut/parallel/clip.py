@@ -34,7 +34,7 @@ def global_norm(counted: Iterable[Tensor], world: Group, norm_type: float, dtype
 
 
 def scale_gradients(params: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
-    """Scale every gradient by min(1, max_norm / norm), as torch.nn.utils.clip_grad_norm_ does (it adds 1e-6 to norm)."""
+    """Scale every gradient by min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ does."""
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm} must be positive")
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -1,9 +1,9 @@
 """Watches a model's first forward under a layout and refuses, by name, what tensor parallelism would compute wrongly.
 
 Between a column-cut and a row-cut Linear a rank holds a part of the last dim; after the row-cut one it holds a partial
-sum, until the boundary's exit adds the parts up. A model may do to a cut value whatever works element by element or head
-by head, and to a partial value only what is linear. Everything else (a norm over the cut dim, a residual added inside the
-boundary) would be silently wrong: see docs/model_contract.md.
+sum, until the boundary's exit adds the parts up. A model may do to a cut value whatever works element by element or
+head by head, and to a partial value only what is linear. Everything else (a norm over the cut dim, a residual added
+inside the boundary) would be silently wrong: see docs/model_contract.md.
 """
 
 from __future__ import annotations
@@ -21,18 +21,21 @@ _LINEAR = frozenset(
     "__getitem__ narrow split chunk neg view_as type_as expand movedim t".split()
 )
 _QUERY = frozenset(
-    "size dim numel __get__ is_floating_point stride is_contiguous requires_grad_ __len__ ndimension element_size detach "
+    "size dim numel __get__ is_floating_point stride is_contiguous requires_grad_ __len__ ndimension element_size "
+    "detach "
     "data_ptr is_complex __repr__ retain_grad".split()
 )
 _SCALED = frozenset("mul div __mul__ __rmul__ __truediv__ true_divide multiply divide".split())
 _SUMS = frozenset("add sub __add__ __radd__ __sub__ __iadd__ add_ cat stack".split())
 # Look across the last dim, which a column-cut Linear leaves in parts.
 _ACROSS = frozenset(
-    "softmax log_softmax layer_norm rms_norm group_norm mean sum norm vector_norm logsumexp max min argmax argmin amax amin "
+    "softmax log_softmax layer_norm rms_norm group_norm mean sum norm vector_norm logsumexp max min argmax argmin "
+    "amax amin "
     "var std cumsum sort topk prod normalize cosine_similarity linalg_vector_norm cross_entropy".split()
 )
 _ELEMENTWISE = frozenset(
-    "silu gelu relu tanh sigmoid mul add sub div __mul__ __add__ __sub__ __truediv__ __rmul__ __radd__ contiguous clone to "
+    "silu gelu relu tanh sigmoid mul add sub div __mul__ __add__ __sub__ __truediv__ __rmul__ __radd__ contiguous "
+    "clone to "
     "float double bfloat16 half pow square exp softplus relu6 leaky_relu elu hardswish mish dropout".split()
 )
 
@@ -40,14 +43,15 @@ _ELEMENTWISE = frozenset(
 class ContractMode(TorchFunctionMode):
     """Active during one forward of a rank whose model has cut Linears.
 
-    columns, rows: the local weight of each cut Linear -> its name. Values are followed by identity; an exit of a boundary
-    calls `settle` on the summed value.
+    columns, rows: the local weight of each cut Linear -> its name. Values are followed by identity; an exit of a
+    boundary calls `settle` on the summed value.
     """
 
     def __init__(self, columns: dict[int, str], rows: dict[int, str], axes: str) -> None:
         super().__init__()
         self.columns, self.rows, self.axes = columns, rows, axes
-        self.partial: dict[int, tuple[Tensor, str]] = {}  # id -> (the tensor, held so that the id stays its own; origin)
+        # id -> (the tensor, held so that the id stays its own; the weight that made it)
+        self.partial: dict[int, tuple[Tensor, str]] = {}
         self.cut: dict[int, tuple[Tensor, str]] = {}
 
     def settle(self, x: Any) -> None:
@@ -75,8 +79,8 @@ class ContractMode(TorchFunctionMode):
             self._check_partial(name, args, tensors, partial)
         if cut and name in _ACROSS and _touches_last_dim(name, args, kwargs):
             raise ValueError(
-                f"{name} looks across the output of {cut[0]}, which is cut over {self.axes}: each rank would see its part "
-                f"only; move it outside the boundary, or do not cut that dim"
+                f"{name} looks across the output of {cut[0]}, which is cut over {self.axes}: each rank would see "
+                f"its part only; move it outside the boundary, or do not cut that dim"
             )
         out = func(*args, **kwargs)
         for value in _tensors(out if isinstance(out, (tuple, list)) else (out,)):
@@ -100,8 +104,8 @@ class ContractMode(TorchFunctionMode):
 
     def _refuse_partial(self, name: str, origin: str, why: str) -> None:
         raise ValueError(
-            f"{name} is applied to the output of {origin} before the sum over {self.axes} that it is owed: {why}; end the "
-            f"boundary (dims table) right after {origin}, or do not cut that dim"
+            f"{name} is applied to the output of {origin} before the sum over {self.axes} that it is owed: {why}; "
+            f"end the boundary (dims table) right after {origin}, or do not cut that dim"
         )
 
 

@@ -70,8 +70,9 @@ class Bucket:
 
 
 class BucketReducer:
-    """Flat buckets in about the order in which backward makes gradients (the reverse of registration), each summed by an
-    asynchronous all_reduce as soon as its last gradient is there (Li et al. 2020, "PyTorch Distributed", section 3.2).
+    """Flat buckets in about the order in which backward makes gradients (the reverse of registration), each summed by
+    an asynchronous all_reduce as soon as its last gradient is there (Li et al. 2020, "PyTorch Distributed", section
+    3.2).
 
     Buckets start strictly in order on every rank, or ranks that finish gradients in another order would mix them up.
     Those that a parameter without a gradient keeps from completing start in `finish`.
@@ -79,7 +80,9 @@ class BucketReducer:
 
     def __init__(self, owed: Sequence[Owed], bucket_bytes: int = 25_000_000) -> None:
         if bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes={bucket_bytes} must be at least 1; use NaiveReducer for one call a parameter")
+            raise ValueError(
+                f"bucket_bytes={bucket_bytes} must be at least 1; use NaiveReducer for one call a parameter"
+            )
         self.buckets = _fill_buckets([o for o in reversed(owed) if o.group.size > 1], bucket_bytes)
         self._armed = False
         self._next = 0  # the first bucket that has not started
@@ -140,7 +143,7 @@ class BucketReducer:
 
 
 def _fill_buckets(owed: Sequence[Owed], bucket_bytes: int) -> list[Bucket]:
-    """Consecutive parameters of one group, dtype and device share a bucket until it is full; 0-d ones are one number."""
+    """Consecutive parameters of one group, dtype and device share a bucket until it is full."""
     runs: list[list[Owed]] = []
     open_runs: dict[tuple, tuple[list[Owed], int]] = {}
     for o in owed:

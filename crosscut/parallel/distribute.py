@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from crosscut.comm import pairs
 from crosscut.comm.context import Context
 from crosscut.comm.group import Group
-from crosscut.layout.layout import Layout
-from crosscut.layout.plan import Plan
 from crosscut.layout import rules
+from crosscut.layout.layout import Layout
 from crosscut.layout.spec import Dims
 from crosscut.parallel import clip
 from crosscut.parallel.batch import Batch, MicroBatch
@@ -41,7 +40,7 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 @dataclass(frozen=True)
 class StepOutput:
-    """loss: the mean over all valid tokens of the global batch, the same on every rank. num_tokens: how many they were."""
+    """loss: the mean over all `num_tokens` valid tokens of the global batch, the same on every rank."""
 
     loss: float
     num_tokens: int
@@ -64,7 +63,8 @@ def distribute(
     model: a callable that builds it, or a module. A built model with an `init_table()` is drawn layout-free, each rank
     only its share; another one is built whole on every rank under manual_seed(seed), then cut. A module that is handed
     over keeps its values (rank 0's, on every rank).
-    loss_fn(output, labels) -> the mean over its valid tokens (labels that are not -100) or, with float labels, its rows.
+    loss_fn(output, labels) -> the mean over its valid tokens (labels that are not -100) or, with float labels, its
+    rows.
     batch, seq: rows of a global batch and tokens a row, for the predicted bytes; by default those of the first batch.
     bucket_bytes: the size of gradient buckets; 0 sums each gradient by itself after backward.
 
@@ -150,7 +150,9 @@ class DistributedModel:
             clip.scale_gradients((p for _, p in self.named_parameters()), norm, max_norm)
         return norm
 
-    def optimizer(self, cls: type[torch.optim.Optimizer], *, group_fn: Callable | None = None, **kw: Any) -> torch.optim.Optimizer:
+    def optimizer(
+        self, cls: type[torch.optim.Optimizer], *, group_fn: Callable | None = None, **kw: Any
+    ) -> torch.optim.Optimizer:
         """An optimizer of class `cls` over this rank's parameters.
 
         group_fn(name, shape) -> options of that parameter (logical name and whole shape), e.g. {"weight_decay": 0.0};
@@ -174,8 +176,8 @@ class DistributedModel:
         yield from self.module.named_parameters()
 
     def counts(self, name: str) -> bool:
-        """Whether this rank counts its part of `name` in sums over the model, and writes it to checkpoints: it stands at
-        coordinate 0 of every axis that replicates the parameter (and, of tied ends, on the first stage)."""
+        """Whether this rank counts its part of `name` in sums over the model, and writes it to checkpoints: it stands
+        at coordinate 0 of every axis that replicates the parameter (and, of tied ends, on the first stage)."""
         param, coords = self.plan.params[name], self.ctx.coords
         if coords["pp"] != param.stages[0]:
             return False
@@ -298,7 +300,7 @@ class DistributedModel:
         self._sized = True
 
     def _make_tied_groups(self) -> dict[tuple[int, int], Group]:
-        """This rank's group of two for each pair of stages that share a weight. Every rank helps to make all of them."""
+        """This rank's group of two for each pair of stages that share a weight. Every rank helps to make all."""
         mesh, own = self.layout.mesh, {}
         for stages in sorted({tied.stages for tied in self.plan.tied}):
             if stages == (0, mesh.size("pp") - 1) and mesh.size("pp") == 2:
@@ -348,10 +350,15 @@ def refuse_unsupported(layout: Layout) -> None:
     """Raise ValueError naming what this engine cannot execute yet; the layout can still be explained and priced."""
     for axis in ("cp",):
         if layout.mesh.size(axis) > 1:
-            raise ValueError(f"mesh axis {axis}={layout.mesh.size(axis)} cannot be executed yet (explain shows it); use dp, tp and pp")
+            raise ValueError(
+                f"mesh axis {axis}={layout.mesh.size(axis)} cannot be executed yet (explain shows it); use dp, tp "
+                f"and pp"
+            )
     if layout.store.zero:
         raise ValueError(f"store zero={layout.store.zero} cannot be executed yet (explain shows it); use zero = 0")
     if layout.recompute.policy != "none" or layout.recompute.regather:
-        raise ValueError(f"recompute policy {layout.recompute.policy!r} cannot be executed yet; use policy = \"none\"")
+        raise ValueError(f'recompute policy {layout.recompute.policy!r} cannot be executed yet; use policy = "none"')
     if layout.precision.compute not in DTYPES or layout.precision.reduce not in DTYPES:
-        raise ValueError(f"precision compute={layout.precision.compute!r} cannot be executed yet; use one of {', '.join(DTYPES)}")
+        raise ValueError(
+            f"precision compute={layout.precision.compute!r} cannot be executed yet; use one of {', '.join(DTYPES)}"
+        )

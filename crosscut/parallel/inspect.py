@@ -1,4 +1,4 @@
-"""What a model is, as plain data: the ModelSpec that a plan is derived from, read off a module (meta tensors will do)."""
+"""The ModelSpec of a module: what a plan is derived from, read off its parameters (meta tensors will do)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Cross-entropy whose logits are cut over the vocab, and how a user's loss is made to use it.
 
-The loss of a step is the sum over all tokens divided by the number of valid tokens of the whole batch, counted over ranks
-and micro-batches before the first of them; a mean of per-rank means would weigh tokens by the rank that holds them.
+The loss of a step is the sum over all tokens divided by the number of valid tokens of the whole batch, counted over
+ranks and micro-batches before the first of them; a mean of per-rank means would weigh tokens by the rank that holds
+them.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def vocab_cross_entropy(
 
 # What a loss may do to vocab-cut logits before cross_entropy: nothing that looks across the vocab.
 _SHAPING = frozenset(
-    "view reshape flatten unflatten squeeze unsqueeze contiguous float double to type clone __getitem__ narrow size dim "
+    "view reshape flatten unflatten squeeze unsqueeze contiguous float double to type clone __getitem__ narrow "
+    "size dim "
     "numel __get__ is_floating_point stride is_contiguous requires_grad_ __len__ view_as".split()
 )
 
@@ -81,8 +83,8 @@ class LossMode(TorchFunctionMode):
     """While a user's loss runs: cross_entropy over cut logits becomes the vocab-cut one, and a mean over no valid token
     is 0, not NaN (a rank whose labels are all ignored still takes part).
 
-    Anything but reshaping that touches cut logits outside cross_entropy would see a rank's part of the vocab only: it is
-    refused by name.
+    Anything but reshaping that touches cut logits outside cross_entropy would see a rank's part of the vocab only: it
+    is refused by name.
     """
 
     def __init__(self, logits: Tensor, vocab_group: Group, tag: str = "") -> None:
@@ -100,14 +102,16 @@ class LossMode(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if name not in _SHAPING:
             raise ValueError(
-                f"the loss calls {name} on logits whose vocab is cut over {self.group.label}={self.group.size}: each rank "
+                f"the loss calls {name} on logits whose vocab is cut over {self.group.label}={self.group.size}: "
+                f"each rank "
                 f"would see its part only; use torch.nn.functional.cross_entropy, or do not cut vocab"
             )
         out = func(*args, **kwargs)
         if isinstance(out, Tensor):
             if out.ndim == 0 or out.size(-1) != next(iter(self.cut.values())).size(-1):
                 raise ValueError(
-                    f"the loss reshapes logits whose vocab is cut over {self.group.label} with {name} so that the vocab is "
+                    f"the loss reshapes logits whose vocab is cut over {self.group.label} with {name} so that the "
+                    f"vocab is "
                     f"no longer the last dim; keep it last up to cross_entropy"
                 )
             self.cut[id(out)] = out
@@ -125,14 +129,18 @@ class LossMode(TorchFunctionMode):
         label_smoothing: float = 0.0,
     ) -> Tensor:
         if weight is not None:
-            raise ValueError("cross_entropy(weight=...) is not supported: its mean is not over tokens; weigh samples instead")
+            raise ValueError(
+                "cross_entropy(weight=...) is not supported: its mean is not over tokens; weigh samples instead"
+            )
         if ignore_index != IGNORE:
             raise ValueError(f"cross_entropy(ignore_index={ignore_index}): mark ignored labels with {IGNORE}")
         if reduction not in ("mean", "sum"):
             raise ValueError(f"cross_entropy(reduction={reduction!r}) in a loss: use 'mean' (or 'sum')")
         if id(input) in self.cut:
             if label_smoothing or target.is_floating_point():
-                raise ValueError("cross_entropy over a cut vocab takes class indices and no label_smoothing; do not cut vocab")
+                raise ValueError(
+                    "cross_entropy over a cut vocab takes class indices and no label_smoothing; do not cut vocab"
+                )
             total = vocab_cross_entropy(input, target, self.group, ignore_index=ignore_index, tag=self.tag)
         else:
             total = F.cross_entropy(

@@ -18,13 +18,16 @@ def build_whole(
 ) -> tuple[nn.Module, Mapping[str, Init] | None]:
     """(the whole model, its init table or None). With a table the model is on the meta device and holds no numbers yet.
 
-    A module that is handed over gets rank 0's values on every rank; one that is built is the same everywhere, by its seed.
+    A module that is handed over gets rank 0's values on every rank; one that is built is the same everywhere, by its
+    seed.
     """
     if isinstance(model, nn.Module):
         if any(p.is_meta for p in model.parameters()):
             if not hasattr(model, "init_table"):
-                raise ValueError("the model is on the meta device and has no init_table(): pass a callable that builds it")
-            return model, model.init_table()
+                raise ValueError(
+                    "the model is on the meta device and has no init_table(): pass a callable that builds it"
+                )
+            return model, _table_of(model)
         ctx.claim_module(model)
         for value in [*model.parameters(), *model.buffers()]:
             ctx.world.broadcast(value.detach(), src=0, tag="initial values", kind="control")
@@ -32,11 +35,18 @@ def build_whole(
     probe = _on_meta(model)
     if probe is not None and hasattr(probe, "init_table"):
         if next(probe.buffers(), None) is not None:
-            raise ValueError("a model with an init_table() may hold no buffers: nothing would fill them; compute them in forward")
-        return probe, probe.init_table()
+            raise ValueError(
+                "a model with an init_table() may hold no buffers: nothing would fill them; compute them in forward"
+            )
+        return probe, _table_of(probe)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return model(), None
+
+
+def _table_of(model: nn.Module) -> Mapping[str, Init]:
+    table: Callable[[], Mapping[str, Init]] = model.init_table  # type: ignore[assignment]  # not one of nn.Module's own
+    return table()
 
 
 def _on_meta(build: Callable[[], nn.Module]) -> nn.Module | None:
@@ -51,7 +61,8 @@ def _on_meta(build: Callable[[], nn.Module]) -> nn.Module | None:
 def hold_share(
     module: nn.Module, plan: Plan, ctx: Context, dtype: torch.dtype, table: Mapping[str, Init] | None, seed: int
 ) -> None:
-    """Replace each parameter of `module` (whole shapes, this rank's stage) by this rank's slice, in `dtype`, on its device.
+    """Replace each parameter of `module` (whole shapes, this rank's stage) by this rank's slice, in `dtype`, on its
+    device.
 
     Numbers are drawn from `table` if there is one, else cut from the module's own. Tied names stay one parameter.
     """

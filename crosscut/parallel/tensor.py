@@ -2,7 +2,8 @@
 
 A plan (layout/plan.py) says which slice of each parameter a rank holds and what happens at the entry and exit of each
 boundary module. Here the slices are taken and the boundaries get their hooks; the model's own code runs unchanged, on
-narrower weights. (Column/row pairs: Shoeybi et al. 2019, "Megatron-LM"; sequence-cut boundaries: Korthikanti et al. 2022.)
+narrower weights. (Column/row pairs: Shoeybi et al. 2019, "Megatron-LM"; sequence-cut boundaries: Korthikanti et al.
+2022.)
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def apply_action(x: Tensor, action: Action, ctx: Context, tag: str, back_tag: st
     return pairs.slice_own(x, group, action.dim)
 
 
-def install_boundaries(plan: Plan, ctx: Context, modules: dict[str, nn.Module], settle: Callable[[Tensor], None]) -> None:
+def install_boundaries(
+    plan: Plan, ctx: Context, modules: dict[str, nn.Module], settle: Callable[[Tensor], None]
+) -> None:
     """Give every boundary module of this rank's stage its entry and exit.
 
     modules: name in the whole model -> the module held here; a boundary that is not among them lives on another stage.
@@ -85,7 +88,9 @@ def _install(
         x = out[0] if isinstance(out, tuple) else out
         if not isinstance(x, Tensor):
             kind = type(x).__name__
-            raise ValueError(f"{site.module} is a boundary: it must return a tensor (or a tuple that begins with it), not {kind}")
+            raise ValueError(
+                f"{site.module} is a boundary: it must return a tensor (or a tuple that begins with it), not {kind}"
+            )
         settle(x)
         for action in site.exit:
             x = apply_action(x, action, ctx, f"{forward}/exit", f"{backward}/exit")
@@ -104,9 +109,11 @@ def _forward_without_bias(self: nn.Linear, input: Tensor) -> Tensor:
 
 
 def cut_embedding(embedding: nn.Embedding, group: Group) -> None:
-    """Make an Embedding whose rows are cut over `group` look up only its own: other ids give zeros, and the exit sums."""
+    """Make an Embedding cut by rows over `group` look up only its own: other ids give zeros, and the exit sums."""
     if embedding.max_norm is not None or embedding.padding_idx is not None or embedding.sparse:
-        raise ValueError("an Embedding cut over its rows cannot have max_norm, padding_idx or sparse gradients; do not cut vocab")
+        raise ValueError(
+            "an Embedding cut over its rows cannot have max_norm, padding_idx or sparse gradients; do not cut vocab"
+        )
     start = group.rank * embedding.weight.size(0)
     vocab = group.size * embedding.weight.size(0)
 
@@ -118,4 +125,4 @@ def cut_embedding(embedding: nn.Embedding, group: Group) -> None:
         rows = F.embedding(local.masked_fill(foreign, 0), embedding.weight)
         return rows.masked_fill(foreign.unsqueeze(-1), 0.0)
 
-    embedding.forward = forward  # type: ignore[method-assign]
+    embedding.forward = forward  # type: ignore[method-assign, assignment]

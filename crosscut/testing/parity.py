@@ -1,7 +1,8 @@
-"""Does a layout compute the single-device step? Loss, gradient norm, every gradient and every updated parameter, by name.
+"""Does a layout compute the single-device step? Loss, norm, every gradient and updated parameter, by name.
 
 The reference is plain PyTorch on one device: the model's own forward, the loss's own mean over the whole batch, an
-ordinary optimizer. The layout runs in the threads world (or any back end) and its shards are put together by logical name.
+ordinary optimizer. The layout runs in the threads world (or any back end) and its shards are put together by logical
+name.
 
 Two correct runs in different orders of summation differ by rounding, so tensors are compared norm-wise:
 ||x - ref|| <= bound * max(||ref||, 1e-3 * the largest ||ref|| of its kind); the second term is there because a gradient
@@ -34,7 +35,7 @@ GlobalBatch = tuple[Tensor, Tensor | None]
 
 @dataclass
 class Trace:
-    """What a few steps computed. Per step: loss, gradient norm (before clipping), gradients; parameters after the last."""
+    """What a few steps computed: loss, gradient norm (before clipping) and gradients of each; the last parameters."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -129,7 +130,10 @@ def assemble(reports: Sequence[RankReport]) -> Trace:
     first = reports[0]
     for rank, report in enumerate(reports):
         if report.losses != first.losses or report.norms != first.norms:
-            raise AssertionError(f"rank {rank} reports loss or norm {report.losses}, {report.norms}; rank 0 {first.losses}, {first.norms}")
+            raise AssertionError(
+                f"rank {rank} reports loss or norm {report.losses}, {report.norms}; rank 0 {first.losses}, "
+                f"{first.norms}"
+            )
     grads = [_put_together(reports, [r.grads[step] for r in reports]) for step in range(len(first.grads))]
     return Trace(first.losses, first.norms, grads, _put_together(reports, [r.params for r in reports]))
 
@@ -170,7 +174,7 @@ def _index(ranges: Ranges) -> tuple[Tensor, ...]:
 
 
 def compare(ref: Trace, run: Trace, bound: float = FP64_BOUND) -> list[Difference]:
-    """Every compared thing with its error over the bound, in the order loss, norm, gradients (each step), parameters."""
+    """Every compared thing with its error over the bound: losses, norms, gradients of each step, parameters."""
     found = []
     for step, (a, b) in enumerate(zip(ref.losses, run.losses, strict=True)):
         found.append(Difference("loss", "loss", step, abs(b - a) / (bound * max(abs(a), 1e-300))))
@@ -182,7 +186,9 @@ def compare(ref: Trace, run: Trace, bound: float = FP64_BOUND) -> list[Differenc
     return found + _tensors("parameter", last, ref.params, run.params, bound)
 
 
-def _tensors(kind: str, step: int, ref: Mapping[str, Tensor], run: Mapping[str, Tensor], bound: float) -> list[Difference]:
+def _tensors(
+    kind: str, step: int, ref: Mapping[str, Tensor], run: Mapping[str, Tensor], bound: float
+) -> list[Difference]:
     if set(ref) != set(run):
         raise AssertionError(f"{kind}s differ in names: {sorted(set(ref) ^ set(run))}")
     largest = max(float(t.norm()) for t in ref.values())
@@ -195,8 +201,8 @@ def _tensors(kind: str, step: int, ref: Mapping[str, Tensor], run: Mapping[str, 
 
 
 def assert_parity(
-    build: Builder, dims: Dims, batches: Sequence[GlobalBatch], layout: Layout, *, loss_fn: LossFn, bound: float = FP64_BOUND,
-    **options: Any,
+    build: Builder, dims: Dims, batches: Sequence[GlobalBatch], layout: Layout, *, loss_fn: LossFn,
+    bound: float = FP64_BOUND, **options: Any,
 ) -> list[RankReport]:  # fmt: skip
     """Raise AssertionError naming the worst tensors unless `layout` computes the single-device steps, in fp64."""
     reference = {k: options[k] for k in ("lr", "max_norm", "seed") if k in options}
@@ -205,7 +211,9 @@ def assert_parity(
     wrong = [d for d in compare(ref, run, bound) if not d.error_over_bound <= 1]
     if wrong:
         wrong.sort(key=lambda d: -d.error_over_bound)
-        lines = "\n".join(f"  {d.kind} {d.name} at step {d.step}: {d.error_over_bound:.3g} x the bound" for d in wrong[:8])
+        lines = "\n".join(
+            f"  {d.kind} {d.name} at step {d.step}: {d.error_over_bound:.3g} x the bound" for d in wrong[:8]
+        )
         raise AssertionError(f"{layout.mesh} is not the single-device step ({len(wrong)} differ):\n{lines}")
     return reports
 
@@ -229,4 +237,14 @@ def _grad(p: nn.Parameter) -> Tensor:
     return torch.zeros_like(p) if p.grad is None else p.grad.detach()
 
 
-__all__ = ["FP64_BOUND", "IGNORE", "Difference", "DistributedModel", "Trace", "assert_parity", "compare", "single_device", "under_layout"]
+__all__ = [
+    "FP64_BOUND",
+    "IGNORE",
+    "Difference",
+    "DistributedModel",
+    "Trace",
+    "assert_parity",
+    "compare",
+    "single_device",
+    "under_layout",
+]

@@ -1,4 +1,5 @@
-"""Small models, data and meshes for the parity tests. Data depends on position and row; nothing is filled with a constant."""
+"""Small models, data and meshes for the parity tests. Data depends on position and row; nothing is filled with a
+constant."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def token_batches(rows: int, seq: int, vocab: int, steps: int = 3, ignore: bool 
 
 def feature_batches(rows: int, dim: int, steps: int = 3) -> list[tuple[Tensor, None]]:
     generator = torch.Generator().manual_seed(9)
-    return [(torch.randn(rows, dim, generator=generator) + torch.arange(rows)[:, None] / rows, None) for _ in range(steps)]
+    return [
+        (torch.randn(rows, dim, generator=generator) + torch.arange(rows)[:, None] / rows, None) for _ in range(steps)
+    ]
 
 
 def factorisations(world_size: int) -> Iterator[tuple[int, int, int]]:

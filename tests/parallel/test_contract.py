@@ -71,7 +71,10 @@ def test_linear_operations_on_a_partial_value_are_fine() -> None:
         (lambda m, x: m.down(F.layer_norm(m.up(x), (m.up.weight.size(0),))), "layer_norm looks across"),
         (lambda m, x: m.down(m.up(x).softmax(-1)), "softmax looks across"),
         (lambda m, x: m.down(F.gelu(m.up(x)) / m.up(x).norm(dim=-1, keepdim=True)), "norm looks across"),
-        (lambda m, x: m.up(m.down(m.up(x))) @ torch.ones(m.up.weight.size(0), 8, dtype=x.dtype), "another Linear reads it"),
+        (
+            lambda m, x: m.up(m.down(m.up(x))) @ torch.ones(m.up.weight.size(0), 8, dtype=x.dtype),
+            "another Linear reads it",
+        ),
     ],
 )
 def test_what_would_be_silently_wrong_is_refused_by_name(inside, said: str) -> None:  # type: ignore[no-untyped-def]

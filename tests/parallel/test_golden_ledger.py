@@ -1,6 +1,7 @@
 """The worked example of docs/design.md, run for real: what the ledger counts, line by line and in total, is the table.
 
-Transformer of 4 layers, embed 256, 8 heads of 32, mlp 1024, vocab 256, fp32, dp=2,tp=2, batch 16 x 256, one micro-batch.
+Transformer of 4 layers, embed 256, 8 heads of 32, mlp 1024, vocab 256, fp32, dp=2,tp=2, batch 16 x 256, one
+micro-batch.
 """
 
 from __future__ import annotations

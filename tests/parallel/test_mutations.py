@@ -1,5 +1,5 @@
-"""The suite is worth what it catches: each bug here is seeded into the engine, and parity must go red (or a rank's missing
-call must be named). The same runs without the bug are green (test_parity.py)."""
+"""The suite is worth what it catches: each bug here is seeded into the engine, and parity must go red (or a rank's
+missing call must be named). The same runs without the bug are green (test_parity.py)."""
 
 from __future__ import annotations
 
@@ -80,9 +80,7 @@ def another_micro_batchs_labels(patch: pytest.MonkeyPatch) -> None:
     def run_(self: engine.DistributedModel, batch: Any, actions: Any, kind: str) -> Any:
         if self.stage.is_last:
             labels = [m.labels for m in batch.micro]
-            batch = replace(
-                batch, micro=tuple(replace(m, labels=labels[i - 1]) for i, m in enumerate(batch.micro))
-            )
+            batch = replace(batch, micro=tuple(replace(m, labels=labels[i - 1]) for i, m in enumerate(batch.micro)))
         return real(self, batch, actions, kind)
 
     patch.setattr(engine.DistributedModel, "_run", run_)
@@ -132,7 +130,7 @@ def swap_two_ranks(patch: pytest.MonkeyPatch) -> None:
 
     def draw(name: str, shape: Any, ranges: Any, init: Any, seed: int) -> Tensor:
         if name == "layers.2.mlp.up.weight" and ranges[0][0][1] - ranges[0][0][0] < shape[0]:
-            (start, stop), = ranges[0]
+            ((start, stop),) = ranges[0]
             ranges = (((shape[0] - stop, shape[0] - start),), *ranges[1:])
         return cut(name, shape, ranges, init, seed)
 
@@ -156,7 +154,9 @@ CASES: list[tuple[Patch, str, str, int]] = [
 
 
 @pytest.mark.parametrize("seed_bug, mesh, variant, micro", CASES, ids=lambda v: getattr(v, "__name__", str(v)))
-def test_seeded_bug_is_caught(seed_bug: Patch, mesh: str, variant: str, micro: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeded_bug_is_caught(
+    seed_bug: Patch, mesh: str, variant: str, micro: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seed_bug(monkeypatch)
     with pytest.raises((AssertionError, CommError, RankError)):
         run(mesh, variant, micro)

@@ -19,9 +19,9 @@ def value(rank: int, shape: tuple[int, ...], salt: int = 0) -> Tensor:
     return (torch.arange(n, dtype=torch.float64) * (rank + 2) + 100 * rank + salt).reshape(shape)
 
 
-def run(ctx: Context, fn, shape: tuple[int, ...], out_shape: tuple[int, ...], replicated: bool):  # type: ignore[no-untyped-def]
-    """(output, gradient of the input) for the gradient `value(rank, out_shape, 7)` of the output; rank 0's if the input or
-    the gradient is replicated."""
+def run(ctx: Context, fn, shape: tuple[int, ...], out_shape: tuple[int, ...], replicated: str):  # type: ignore
+    """(output, gradient of the input) for the gradient `value(rank, out_shape, 7)` of the output; rank 0's if the
+    input or the gradient is replicated."""
     x = value(0 if replicated == "x" else ctx.rank, shape).requires_grad_()
     y = fn(x * 1.0, ctx.world)
     assert tuple(y.shape) == out_shape, (tuple(y.shape), out_shape)
@@ -66,7 +66,13 @@ def test_gather_then_replicated(n: int, dim: int) -> None:
     whole = list(shape)
     whole[dim] *= n
     out = spawn(
-        run, lambda x, g: pairs.gather(x, g, dim, then="replicated"), shape, tuple(whole), "grad", world_size=n, backend="threads"
+        run,
+        lambda x, g: pairs.gather(x, g, dim, then="replicated"),
+        shape,
+        tuple(whole),
+        "grad",
+        world_size=n,
+        backend="threads",
     )
     for rank, (y, grad) in enumerate(out):
         assert torch.equal(y, torch.cat([value(r, shape) for r in range(n)], dim))
@@ -78,7 +84,9 @@ def test_gather_then_replicated(n: int, dim: int) -> None:
 def test_scatter_sum(n: int, dim: int) -> None:
     shape = [2, 3, 2]
     shape[dim] *= n
-    out = spawn(run, lambda x, g: pairs.scatter_sum(x, g, dim), tuple(shape), (2, 3, 2), "", world_size=n, backend="threads")
+    out = spawn(
+        run, lambda x, g: pairs.scatter_sum(x, g, dim), tuple(shape), (2, 3, 2), "", world_size=n, backend="threads"
+    )
     total = sum(value(r, tuple(shape)) for r in range(n))
     for rank, (y, grad) in enumerate(out):
         assert torch.equal(y, total.chunk(n, dim)[rank])

@@ -30,7 +30,9 @@ def check_bytes(reports: list[RankReport], steps: int = STEPS) -> None:
         counted = {(tag, *key): value for tag, by in report.by_tag.items() for key, value in by.items()}
         assert set(counted) == set(predicted), f"rank {rank}: {sorted(set(counted) ^ set(predicted))}"
         for key, (num_calls, num_bytes) in counted.items():
-            assert num_bytes == predicted[key][0], f"rank {rank}, {key}: counted {num_bytes}, predicted {predicted[key][0]}"
+            assert num_bytes == predicted[key][0], (
+                f"rank {rank}, {key}: counted {num_bytes}, predicted {predicted[key][0]}"
+            )
             if calls[key] is not None:
                 assert num_calls == calls[key], f"rank {rank}, {key}: counted {num_calls} calls, predicted {calls[key]}"
 
@@ -48,7 +50,9 @@ def transformer_cases():  # type: ignore[no-untyped-def]
                 if admitted(pp, tp, layers=sizes["layers"], divides_tp=heads):
                     turn += 1  # with micro-batches: the two schedules and two counts take turns
                     for schedule, micro in (("1f1b", 1), (("gpipe", "1f1b")[turn % 2], 2 + turn % 3 % 2)):
-                        yield pytest.param(variant, pp, dp, tp, schedule, micro, id=f"{variant}-pp{pp}dp{dp}tp{tp}-{schedule}{micro}")
+                        yield pytest.param(
+                            variant, pp, dp, tp, schedule, micro, id=f"{variant}-pp{pp}dp{dp}tp{tp}-{schedule}{micro}"
+                        )
 
 
 @pytest.mark.parametrize("variant, pp, dp, tp, schedule, micro", list(transformer_cases()))
@@ -111,7 +115,9 @@ def test_vocab_not_cut() -> None:
     check_bytes(assert_parity(build, dims, models.token_batches(4, 5, 48), layout, loss_fn=next_token_loss))
 
 
-@pytest.mark.parametrize("mesh", ["dp=1", "dp=2", "tp=2", "pp=2", "dp=2,tp=2", "pp=2,tp=2", "pp=2,dp=2", "pp=2,dp=2,tp=2", "dp=3"])
+@pytest.mark.parametrize(
+    "mesh", ["dp=1", "dp=2", "tp=2", "pp=2", "dp=2,tp=2", "pp=2,tp=2", "pp=2,dp=2", "pp=2,dp=2,tp=2", "dp=3"]
+)
 @pytest.mark.parametrize("variant", ["plain", "tied", "bias", "gqa"])
 def test_norm_counts_every_parameter_once(mesh: str, variant: str) -> None:
     from crosscut.comm.launch import spawn

@@ -1,5 +1,5 @@
-"""Real processes under Gloo: one layout of each kind and a three-way product, against one device in fp64; and the ledger
-counts there what it counts among threads."""
+"""Real processes under Gloo: one layout of each kind and a three-way product, against one device in fp64; and the
+ledger counts there what it counts among threads."""
 
 from __future__ import annotations
 

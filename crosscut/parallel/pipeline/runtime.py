@@ -1,7 +1,7 @@
 """Runs one stage's list of actions: forwards, backwards, and the sends and receives between them.
 
-Any list that parallel/pipeline/validate.py accepts can be run. Sends are asynchronous; the next receive is posted before
-the computation that precedes it, so that transfers run beside compute. Activations and gradients travel over two
+Any list that parallel/pipeline/validate.py accepts can be run. Sends are asynchronous; the next receive is posted
+before the computation that precedes it, so that transfers run beside compute. Activations and gradients travel over two
 communicators, each in one direction, in the order of the list: no rank can wait for another in a circle.
 """
 
@@ -37,7 +37,9 @@ class StageRun:
     """One pass of one stage through its list of actions. `channels`: the pp group for activations and the one for
     gradients; a stage's peer is its index in them. kind: `step` or `control`, for the ledger."""
 
-    def __init__(self, actions: Sequence[Action], work: StageWork, channels: Sequence[Group], kind: str = "step") -> None:
+    def __init__(
+        self, actions: Sequence[Action], work: StageWork, channels: Sequence[Group], kind: str = "step"
+    ) -> None:
         self.actions, self.work, self.channels, self.kind = actions, work, channels, kind
         self.backwards = [i for i, a in enumerate(actions) if a.kind == "B"]
         self.inputs: dict[int, Tensor] = {}  # micro -> received activation, the leaf that gathers its gradient

@@ -1,10 +1,10 @@
-"""One rank's part of the depth: the model's own forward, run from the first layer held to the entry of the next stage's.
+"""One rank's part of the depth: the model's own forward, from its first layer to the next stage's.
 
-The model keeps its forward. On a stage after the first, the modules before the layers are stubs that return the received
-activation, and the first layer held gets it whatever was made of it in between; on a stage before the last, the forward
-is left where it would enter the next stage's first layer, so that what stands between two layers runs once, on the stage
-of the first. What else the forward makes for its layers (rotary tables, masks) it makes on every stage, from arguments
-that every stage has.
+The model keeps its forward. On a stage after the first, the modules before the layers are stubs that return the
+received activation, and the first layer held gets it whatever was made of it in between; on a stage before the last,
+the forward is left where it would enter the next stage's first layer, so that what stands between two layers runs
+once, on the stage of the first. What else the forward makes for its layers (rotary tables, masks) it makes on every
+stage, from arguments that every stage has.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class _NextStage(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if not args or not isinstance(args[0], Tensor):
-            raise ValueError("under pp the hidden value, one tensor, must be the first positional argument of each layer")
+            raise ValueError(
+                "under pp the hidden value, one tensor, must be the first positional argument of each layer"
+            )
         raise _StageDone(args[0])
 
 
@@ -117,7 +119,7 @@ class Stage:
             self.received = None
         if self._called != self._held:
             raise ValueError(
-                f"the forward called layers {', '.join(self._called)} where this stage holds {', '.join(self._held)}: under pp "
-                f"every layer runs once, in order"
+                f"the forward called layers {', '.join(self._called)} where this stage holds "
+                f"{', '.join(self._held)}: under pp every layer runs once, in order"
             )
         return output
