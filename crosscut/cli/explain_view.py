@@ -7,26 +7,19 @@ from collections.abc import Sequence
 from itertools import product
 from typing import TYPE_CHECKING
 
-from rich.box import Box
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from crosscut.layout.collapse import ParamLine, RuleLine, collapse_params, collapse_rules, ranges
+from crosscut.cli.explain_bytes import rules_table, totals_table, verdict
+from crosscut.cli.explain_parts import AXIS_COLORS, axes_in_color, grid
+from crosscut.layout.collapse import ParamLine, collapse_params, ranges
 from crosscut.layout.plan import ParamPlan, Plan
 
 if TYPE_CHECKING:
     from crosscut.cli.counted import Counted
 
-AXIS_COLORS = {"pp": "magenta", "rep": "yellow", "dp": "green", "cp": "bright_blue", "tp": "cyan"}
-PHASES = {
-    "forward": "forward",
-    "recompute": "recompute: the forward of the layers again, before their backward",
-    "backward": "backward",
-    "step": "once a step",
-}
-RULE = Box("    \n    \n ── \n    \n    \n    \n    \n    \n")  # a line under the head and nothing else
 MAX_GRID = 64  # ranks drawn
 WIDTH = 110  # columns where there is no terminal
 
@@ -43,22 +36,11 @@ def show(plan: Plan, stages: Sequence[int], *, rank: int | None, counted: Counte
         _section(out, "communication", Text("none: one rank has nobody to talk to", style="dim"))
         return
     title = "communication of one step, of one rank" if rank is None else f"communication of one step, of rank {rank}"
-    _section(out, title, _rules(plan, stages, counted))
-    _section(out, "bytes of one step", _totals(plan, stages))
+    _section(out, title, rules_table(plan, stages, counted))
+    _section(out, "bytes of one step", totals_table(plan, stages))
     if counted is not None:
-        out.print(Padding(_verdict(counted, stages), (1, 2, 0, 2), expand=False))
+        out.print(Padding(verdict(counted, stages), (1, 2, 0, 2), expand=False))
     out.print(Padding(_legend(plan), (1, 2, 1, 2), expand=False))
-
-
-def size(num_bytes: int | float) -> str:
-    """Bytes for a person, in powers of 1000: `2.10 MB`."""
-    if num_bytes < 1000:
-        return f"{num_bytes:g} B"
-    for unit in ("kB", "MB", "GB", "TB"):
-        num_bytes /= 1000
-        if num_bytes < 1000 or unit == "TB":
-            return f"{num_bytes:.{2 if num_bytes < 100 else 1}f} {unit}"
-    raise AssertionError
 
 
 def _headline(plan: Plan, origin: str) -> Text:
@@ -69,7 +51,7 @@ def _headline(plan: Plan, origin: str) -> Text:
     tokens = f" x {plan.seq} tokens" if plan.seq is not None else ""
     text.append(f"  ·  batch {plan.batch}{tokens}  ·  {layout.precision.compute}", style="")
     text.append("\n  ")
-    text.append(_axes_in_color(layout.mesh.describe()))
+    text.append(axes_in_color(layout.mesh.describe()))
     words = layout.describe().split()[1:]
     text.append(("  " + "  ".join(words) if words else ""), style="bold")
     ranks = layout.mesh.world_size
@@ -78,26 +60,11 @@ def _headline(plan: Plan, origin: str) -> Text:
     return text
 
 
-def _axes_in_color(label: str, sep: str = ",") -> Text:
-    """`dp=2,tp=2` or `dp+tp` with each axis in its color."""
-    text = Text()
-    for i, word in enumerate(label.split(sep)):
-        if i:
-            text.append(sep, style="dim")
-        axis = word.partition("=")[0]
-        text.append(word, style=f"bold {AXIS_COLORS.get(axis, 'white')}")
-    return text
-
-
 def _section(out: Console, title: str, *bodies: RenderableType) -> None:
     out.print()
     out.print(Text(f"  {title}", style="bold underline"))
     for body in bodies:
         out.print(Padding(body, (0, 2), expand=False))
-
-
-def _grid(**options: bool) -> Table:
-    return Table(box=RULE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim", **options)  # type: ignore[arg-type]
 
 
 # ---- mesh -----------------------------------------------------------------------------------------------------------
@@ -148,12 +115,12 @@ def _one_grid(plan: Plan, across: str, down: str | None, fixed: dict[str, int], 
 def _cuts(plan: Plan) -> RenderableType:
     if not plan.decisions:
         return Text("nothing is cut: every axis has one rank", style="dim")
-    table = _grid()
+    table = grid()
     for name in ("dim", "over", "resolved to", "why"):
         table.add_column(name, no_wrap=name in ("dim", "over"))
     for d in plan.decisions:
         if d.resolved != "ignored":
-            over = _axes_in_color("+".join(d.axes), "+")
+            over = axes_in_color("+".join(d.axes), "+")
             table.add_row(Text(d.dim, style="bold"), over, Text(d.resolved), Text(d.why, style="dim"))
     ignored = [d.dim for d in plan.decisions if d.resolved == "ignored"]
     if not ignored:
@@ -168,7 +135,7 @@ def _parameters(plan: Plan, stages: Sequence[int], rank: int | None) -> list[Ren
     pipeline = plan.layout.mesh.size("pp") > 1
     lines = collapse_params(plan, stages)
     stored = len({_stored(line.param) for line in lines}) > 1  # where all are stored alike, the cuts have said so
-    table = _grid()
+    table = grid()
     table.add_column("name", overflow="fold")
     if pipeline and rank is None:
         table.add_column("pp", min_width=3, no_wrap=True)
@@ -183,7 +150,7 @@ def _parameters(plan: Plan, stages: Sequence[int], rank: int | None) -> list[Ren
         cells: list[RenderableType] = [_param_name(line)]
         if pipeline and rank is None:
             cells.append(Text(ranges(line.stages), style=AXIS_COLORS["pp"]))
-        summed = _axes_in_color(plan.layout.mesh.label(p.sum_axes), "+")
+        summed = axes_in_color(plan.layout.mesh.label(p.sum_axes), "+")
         cells += [_dims(p), Text(_shape(p.shape)), _held(plan, p, rank), summed]
         if stored:
             cells.append(Text(_stored(p), style="dim"))
@@ -260,126 +227,6 @@ def _product(shape: tuple[int, ...]) -> int:
     for n in shape:
         out *= n
     return out
-
-
-# ---- rules ----------------------------------------------------------------------------------------------------------
-
-
-def _rules(plan: Plan, stages: Sequence[int], counted: Counted | None) -> RenderableType:
-    several = len(stages) > 1
-    table = _grid()
-    table.add_column("where", overflow="fold")
-    if several:
-        table.add_column("pp", min_width=3, no_wrap=True)
-    table.add_column("what", no_wrap=True)
-    table.add_column("over", no_wrap=True)
-    table.add_column("calls", justify="right", no_wrap=True)
-    table.add_column("each", justify="right", no_wrap=True)
-    table.add_column("bytes", justify="right", no_wrap=True)
-    if counted is not None:
-        table.add_column("counted a step", justify="right", no_wrap=True)
-    phase = ""
-    for line in collapse_rules(plan, stages):
-        if line.rule.phase != phase:
-            if phase:
-                table.add_row()
-            phase = line.rule.phase
-            table.add_row(Text(PHASES[phase], style="bold italic"))
-        table.add_row(*_rule_cells(plan, line, several, counted, stages))
-    return table
-
-
-def _rule_cells(
-    plan: Plan, line: RuleLine, several: bool, counted: Counted | None, stages: Sequence[int]
-) -> list[RenderableType]:
-    r = line.rule
-    where = Text("  " + line.site)
-    detail = r.where if not r.note else "entry, again" if r.where else r.note
-    where.append(f" {detail}", style="dim")
-    cells: list[RenderableType] = [where]
-    if several:
-        everyone = len(line.stages) == len(stages)
-        cells.append(Text("all" if everyone else ranges(line.stages), style="dim" if everyone else AXIS_COLORS["pp"]))
-    cells += [Text(r.op), _axes_in_color(r.axis, "+")]
-    if r.calls is None:
-        cells += [Text("buckets", style="dim"), Text("-", style="dim")]
-    else:
-        cells += [Text(f"{r.calls}"), Text(size(r.bytes // r.calls) if r.bytes else "-", style="dim")]
-    cells.append(Text(f"{r.bytes:,}" if r.bytes else "-", style="bold" if r.bytes else "dim"))
-    if counted is not None:
-        cells.append(_counted_cell(line, counted))
-    return cells
-
-
-def _counted_cell(line: RuleLine, counted: Counted) -> Text:
-    """What a step moved on average, and whether it is what was derived."""
-    pairs = [
-        counted.pairs[pp][(tag, line.rule.axis, line.rule.op)]
-        for pp, tags in zip(line.stages, line.tags, strict=True)
-        for tag in tags
-    ]
-    if all(p.equal(counted.steps) for p in pairs):
-        return Text(f"{line.rule.bytes:,} ", style="green").append("=")
-    first = counted.pairs[line.stages[0]]
-    total = sum(first[(tag, line.rule.axis, line.rule.op)].counted_bytes for tag in line.tags[0])
-    return Text(f"{total / max(counted.steps, 1):,.10g} ", style="bold red").append("≠")
-
-
-def _verdict(counted: Counted, stages: Sequence[int]) -> Text:
-    stages = tuple(stages)
-    text = Text()
-    if counted.equal(stages):
-        return text.append(f"counted = derived, to the byte, over {counted.steps} steps", style="bold green")
-    text.append(f"counted and derived differ (over {counted.steps} steps)", style="bold red")
-    for pp, pair in counted.not_derived(stages):
-        tag, axis, op = pair.key
-        text.append(f"\n  no rule says: {op} over {axis}, {pair.counted_bytes:,} bytes in {pair.counted_calls} calls")
-        text.append(f" ({tag}, pp={pp})", style="dim")
-    if counted.ranks_that_differ:
-        text.append(f"\n  unlike the first rank of their stage: {ranges(counted.ranks_that_differ)}")
-    return text
-
-
-# ---- totals ---------------------------------------------------------------------------------------------------------
-
-
-def _totals(plan: Plan, stages: Sequence[int]) -> RenderableType:
-    world = plan.world_totals()
-    by_stage = [plan.totals(pp) for pp in stages]
-    several = len(stages) > 1
-    table = _grid()
-    table.add_column("over", no_wrap=True)
-    table.add_column("what", no_wrap=True)
-    columns = _stage_columns(stages, by_stage)
-    for name, _ in columns:
-        table.add_column(name if several else "one rank", justify="right", no_wrap=True)
-    table.add_column("all ranks", justify="right", no_wrap=True)
-    table.add_column("")
-    for axis in sorted(world, key=lambda label: (label.count("+"), -sum(world[label].values()))):
-        for op, total in world[axis].items():
-            each = [totals.get(axis, {}).get(op, 0) for _, totals in columns]
-            if not any(each) and len(columns) < 2:
-                continue
-            table.add_row(
-                _axes_in_color(axis, "+"), Text(op), *(Text(f"{n:,}" if n else "-", style="bold") for n in each),
-                Text(f"{total:,}" if total else "-"), Text(size(total) if total else "", style="dim"),
-            )  # fmt: skip
-    return table
-
-
-def _stage_columns(
-    stages: Sequence[int], by_stage: Sequence[dict[str, dict[str, int]]]
-) -> list[tuple[str, dict[str, dict[str, int]]]]:
-    """Stages with equal totals share a column."""
-    groups: list[tuple[list[int], dict[str, dict[str, int]]]] = []
-    for pp, totals in zip(stages, by_stage, strict=True):
-        for held, same in groups:
-            if same == totals:
-                held.append(pp)
-                break
-        else:
-            groups.append(([pp], totals))
-    return [(f"pp={ranges(held)}", totals) for held, totals in groups]
 
 
 def _legend(plan: Plan) -> Text:
