@@ -49,6 +49,9 @@ def join_world(place: Launched, choice: Choice, timeout_s: float) -> Context:
     if owns:
         dist.init_process_group(
             choice.backend,
+            store=_fresh_store(place),
+            rank=place.rank,
+            world_size=place.world_size,
             timeout=datetime.timedelta(seconds=timeout_s),
             device_id=device if device.type == "cuda" else None,
         )
@@ -59,6 +62,13 @@ def join_world(place: Launched, choice: Choice, timeout_s: float) -> Context:
         threads=threads,
         threads_why=threads_why,
     )
+
+
+def _fresh_store(place: Launched) -> dist.Store:
+    """Where the ranks meet, empty: a second world in the same processes must not find the addresses of the first."""
+    store, _, _ = next(iter(dist.rendezvous("env://", place.rank, place.world_size)))
+    number = store.add(f"crosscut/worlds/{place.rank}", 1)
+    return dist.PrefixStore(f"crosscut/world-{number}", store)
 
 
 def worker_main(job: Job) -> None:

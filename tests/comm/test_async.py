@@ -117,7 +117,7 @@ def forgets(ctx):
 
 
 def test_a_handle_never_waited_for_is_named(run):
-    with pytest.raises((CommError, RankError), match='never waited for.*all_reduce.*"grads/bucket 3".*test_async.py'):
+    with pytest.raises((CommError, RankError), match=r'never waited for.*all_reduce.*"grads/bucket 3".*test_async.py'):
         run(forgets, world_size=2)
 
 

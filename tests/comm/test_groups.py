@@ -72,8 +72,8 @@ def test_what_must_be_there_first():
             ctx.set_mesh(Mesh.of("dp=2,tp=4"))
         ctx.set_mesh(Mesh.of("pp=2,dp=2"))
         ctx.set_mesh(Mesh.of("dp=2,cp=1,tp=2"))  # another model's mesh
+        ctx.set_mesh(Mesh.of("pp=2,dp=2"))
         with pytest.raises(ValueError, match="name it in set_mesh"):
-            ctx.set_mesh(Mesh.of("pp=2,dp=2"))
             ctx.group("tp+dp+pp", channel=1)
 
     threads(body)
@@ -139,7 +139,7 @@ def overlapping(ctx):
         if ctx.rank in group.ranks:
             said.append(group.all_reduce(torch.tensor(ctx.rank + 1)).item())
         else:
-            with pytest.raises(ValueError) as caught:
+            with pytest.raises(ValueError, match="not a member") as caught:
                 group.all_reduce(torch.tensor(1))
             said.append(str(caught.value))
     return said

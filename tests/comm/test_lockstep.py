@@ -29,7 +29,7 @@ def fails(kind, fn, *patterns, world_size=2, within_s=1.0, **options):
     return caught.value
 
 
-# -- deadlocks ---------------------------------------------------------------------------------------------------------
+# -- deadlocks -------------------------------------------------------------------------------------------------------
 
 
 def test_a_rank_that_skips_a_collective():
@@ -88,7 +88,7 @@ def test_a_deadlock_in_one_group_does_not_stop_the_others():
     assert sorted(done) == [2, 3]
 
 
-# -- mismatches: every row of what torch does not notice ------------------------------------------------------------------
+# -- mismatches: every row of what torch does not notice -------------------------------------------------------------
 
 ROWS = {
     "reduce op": (lambda g, r: g.all_reduce(torch.ones(3), "max" if r else "sum"), r"rank 1 called all_reduce\(max\)"),
@@ -156,7 +156,7 @@ def test_a_message_nobody_receives():
     fails(CommError, body, "never received", 'send over world with group rank 1, tag "act 3"')
 
 
-# -- errors --------------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_first_real_error_is_raised_with_its_rank():
@@ -256,7 +256,7 @@ def test_no_thread_is_left_behind():
     assert threading.active_count() == before
 
 
-# -- state: random numbers, modes, modules ---------------------------------------------------------------------------------
+# -- state: random numbers, modes, modules ---------------------------------------------------------------------------
 
 
 def draw(ctx, steps=6):

@@ -138,8 +138,8 @@ class TorchGroup:
         # Never skipped for an empty tensor: the other ranks of the group may have something to say to each other.
         if self.name == "gloo" and max(out.numel(), x.numel()) > _MAX_COUNT:
             raise ValueError(
-                f"{call.where()}: {max(out.numel(), x.numel())} elements on one rank are more than the {_MAX_COUNT} that "
-                f"Gloo can count; make several calls"
+                f"{call.where()}: {max(out.numel(), x.numel())} elements on one rank are more than the {_MAX_COUNT} "
+                f"that Gloo can count; make several calls"
             )
 
         def start() -> Any:
