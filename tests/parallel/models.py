@@ -21,6 +21,7 @@ VARIANTS = {
     "tied": {**SMALL, "tied": True},
     "gqa": {**SMALL, "heads": 8, "kv_heads": 4, "head_dim": 4, "qk_norm": True},
     "bias": {**SMALL, "bias": True},
+    "all": {**SMALL, "heads": 8, "kv_heads": 4, "head_dim": 4, "qk_norm": True, "bias": True, "tied": True},
     "threes": {**SMALL, "heads": 6, "kv_heads": 6, "head_dim": 4, "layers": 6, "bias": True, "tied": True},
     "eights": {**SMALL, "heads": 8, "head_dim": 4, "layers": 8, "vocab": 64},
 }

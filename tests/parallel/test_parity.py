@@ -14,6 +14,9 @@ from tests.parallel import models
 
 WORLDS = (1, 2, 3, 4, 6, 8)
 STEPS = 3
+# The whole matrix for plain, for everything at once, and where only 3 and 6 or 8 divide; each feature alone on some.
+EVERYWHERE = ("plain", "all", "threes", "eights")
+SOME = ((1, 2, 2), (2, 1, 2), (2, 2, 1), (4, 1, 1), (1, 1, 4), (2, 2, 2))
 
 
 def check_bytes(reports: list[RankReport], steps: int = STEPS) -> None:
@@ -47,7 +50,8 @@ def transformer_cases():  # type: ignore[no-untyped-def]
         heads = sizes.get("kv_heads", sizes["heads"])
         for world in WORLDS:
             for pp, dp, tp in models.factorisations(world):
-                if admitted(pp, tp, layers=sizes["layers"], divides_tp=heads):
+                here = variant in EVERYWHERE or (pp, dp, tp) in SOME
+                if here and admitted(pp, tp, layers=sizes["layers"], divides_tp=heads):
                     turn += 1  # with micro-batches: the two schedules and two counts take turns
                     for schedule, micro in (("1f1b", 1), (("gpipe", "1f1b")[turn % 2], 2 + turn % 3 % 2)):
                         yield pytest.param(
