@@ -113,16 +113,23 @@ class DistributedModel:
 
     def forward_backward(self, batch: Batch) -> StepOutput:
         """Forward and backward of one global batch, with every derived collective. Gradients are then complete: summed
-        over the ranks that owe a part. They accumulate over calls like any `.grad`; call `zero_grad` between steps."""
+        over the ranks that owe a part. Like any `.grad` they add up over calls until `zero_grad`."""
         if len(batch.micro) != self.layout.micro_batches:
             raise ValueError(f"the batch has {len(batch.micro)} micro-batches, the layout {self.layout.micro_batches}")
         pp = self.layout.mesh.size("pp")
         # Without stages a micro-batch's backward follows its forward at once: plain gradient accumulation.
         schedule = build(self.layout.schedule.name if pp > 1 else "1f1b", pp, len(batch.micro))
         actions = schedule[self.stage.index]
+        # What earlier calls left is summed already: it is set aside, or the reduction would sum it once more. (A clone,
+        # since it may be a view of the bucket that is about to be filled.)
+        earlier = [(p, p.grad.clone()) for _, p in self.named_parameters() if p.grad is not None]
+        for p, _ in earlier:
+            p.grad = None
         output = self._run(batch, actions, "step")
         self._reducer.finish()
         self._sum_tied()
+        for p, before in earlier:
+            p.grad = before if p.grad is None else p.grad.add_(before)
         return output
 
     @torch.no_grad()
@@ -162,12 +169,9 @@ class DistributedModel:
         for name, p in self.named_parameters():
             if p.requires_grad:
                 options = group_fn(name, self.plan.params[name].shape) if group_fn else {}
-                group = groups.setdefault(tuple(sorted(options.items())), {**options, "params": [], "names": []})
-                group["params"].append(p)
-                group["names"].append(name)
-        for group in groups.values():
-            del group["names"]
-        return cls(list(groups.values()), **kw)
+                groups.setdefault(tuple(sorted(options.items())), {**options, "params": []})["params"].append(p)
+        # A stage whose parameters are all frozen has an optimizer too: every rank runs the same loop.
+        return cls(list(groups.values()) or [{"params": []}], **kw)
 
     # ---- what a rank holds ----------------------------------------------------------------------------------------
 

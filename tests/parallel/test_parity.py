@@ -6,9 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from crosscut.comm.launch import spawn
 from crosscut.layout.layout import Layout
 from crosscut.models.mlp import mean_square
 from crosscut.models.transformer import next_token_loss
+from crosscut.parallel.batch import local_batch
+from crosscut.parallel.distribute import distribute
+from crosscut.testing import parity
 from crosscut.testing.parity import RankReport, assert_parity
 from tests.parallel import models
 
@@ -124,8 +128,6 @@ def test_vocab_not_cut() -> None:
 )
 @pytest.mark.parametrize("variant", ["plain", "tied", "bias", "gqa"])
 def test_norm_counts_every_parameter_once(mesh: str, variant: str) -> None:
-    from crosscut.comm.launch import spawn
-
     build, dims = models.transformer(variant)
     whole = sum(p.numel() for p in build().parameters())
     layout = Layout.of(mesh, compute="fp64")
@@ -135,9 +137,70 @@ def test_norm_counts_every_parameter_once(mesh: str, variant: str) -> None:
 
 
 def _norm_of_ones(ctx, build, dims, layout):  # type: ignore[no-untyped-def]
-    from crosscut.parallel.distribute import distribute
-
     model = distribute(build, dims, layout, ctx, loss_fn=next_token_loss)
     for _, p in model.named_parameters():
         p.grad = torch.ones_like(p)
     return float(model.clip_grad_norm_(1.0))
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "tp=2", "pp=2", "dp=2,tp=2"])
+@pytest.mark.parametrize("bucket_bytes", [0, 20_000])
+def test_gradients_add_up_over_calls(mesh: str, bucket_bytes: int) -> None:
+    """Two batches without zero_grad between them: the sum of both, not the first one summed over ranks twice."""
+    build, dims = models.transformer("tied")
+    layout = Layout.of(mesh, compute="fp64", micro_batches=2)
+    batches = models.token_batches(8, 5, 48, 2)
+    for singles, together in spawn(
+        _two_calls, build, dims, layout, batches, bucket_bytes, world_size=layout.mesh.world_size, backend="threads"
+    ):
+        for name, total in together.items():
+            torch.testing.assert_close(total, singles[0][name] + singles[1][name], rtol=1e-12, atol=1e-14)
+
+
+def _two_calls(ctx, build, dims, layout, batches, bucket_bytes):  # type: ignore[no-untyped-def]
+    model = distribute(build, dims, layout, ctx, loss_fn=next_token_loss, bucket_bytes=bucket_bytes)
+    grads = lambda: {n: p.grad.clone() for n, p in model.named_parameters()}  # noqa: E731
+    cut = [local_batch(x, y, layout, ctx) for x, y in batches]
+    singles = []
+    for one in cut:
+        model.forward_backward(one)
+        singles.append(grads())
+        for _, p in model.named_parameters():
+            p.grad.zero_()  # zero_grad(set_to_none=False): the views stay
+    for one in cut:
+        model.forward_backward(one)
+    return singles, grads()
+
+
+def test_frozen_parameters() -> None:
+    """No gradient, no communication, no change; what is upstream of them still trains."""
+    build, dims = models.transformer("plain")
+
+    def frozen():  # type: ignore[no-untyped-def]
+        module = build()
+        for name, p in module.named_parameters():
+            p.requires_grad = not name.startswith(("embed", "layers.0", "layers.2.mlp", "norm"))
+        return module
+
+    for mesh in ("dp=2", "tp=2", "pp=2", "pp=4", "dp=2,tp=2"):
+        check_bytes(
+            assert_parity(frozen, dims, models.token_batches(4, 5, 48), Layout.of(mesh), loss_fn=next_token_loss)
+        )
+
+
+def test_evaluation_is_no_step() -> None:
+    """The loss of the same batch, no gradient, and no byte counted as a step's."""
+    build, dims = models.transformer("plain")
+    inputs, labels = models.token_batches(8, 5, 48, 1)[0]
+
+    def run(ctx):  # type: ignore[no-untyped-def]
+        layout = Layout.of("pp=2,dp=2,tp=2", compute="fp64", micro_batches=2)
+        model = distribute(build, dims, layout, ctx, loss_fn=next_token_loss)
+        out = model.evaluate(local_batch(inputs, labels, layout, ctx))
+        return out.loss, ctx.ledger.totals("step"), [p.grad for _, p in model.named_parameters()]
+
+    ref = parity.single_device(build, [(inputs, labels)], next_token_loss).losses[0]
+    for loss, counted, grads in spawn(run, world_size=8, backend="threads"):
+        assert abs(loss - ref) < 1e-12
+        assert counted == {}
+        assert all(g is None for g in grads)
