@@ -130,10 +130,8 @@ def _rank_step(ctx: Context, cfg: MLPConfig, layout: Layout, inputs: Tensor) -> 
     row_numbers = local_batch(torch.arange(inputs.size(0)), None, layout, ctx)
     rows = tuple(int(row) for micro in row_numbers.micro for row in micro.inputs)
     own_loss = None
-    if (
-        layout.mesh.size("dp") == ctx.world_size
-    ):  # all layers are here, whole: the rank can tell the loss of its own rows
-        with torch.no_grad():
+    if layout.mesh.size("dp") == ctx.world_size > 1:
+        with torch.no_grad():  # all layers are here, whole: the rank can tell the loss of its own rows
             own_loss = float(mean_square(model.module(batch.micro[0].inputs)))
     earlier = ctx.ledger.copy()
     loss = model.forward_backward(batch).loss
