@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from crosscut.cli.output import add_json_argument, write_json
+from crosscut.cli.output import add_json_argument, check_destination, write_json
 
 
 def add_parser(subparsers: Any) -> None:
@@ -27,6 +27,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the text to stdout."""
+    check_destination(args.json)
     if args.max_bytes < 0:
         raise ValueError(f"--max-bytes {args.max_bytes}: must be 0 or more")
     if args.temperature < 0:

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from crosscut.cli.config_flags import LAYOUT_FLAGS, RUN_FLAGS, add_config_arguments, overrides_of, world_size_of
-from crosscut.cli.output import add_json_argument, write_json
+from crosscut.cli.output import add_json_argument, check_destination, write_json
 
 if TYPE_CHECKING:
     from crosscut.train.config import Config
@@ -47,6 +47,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train; 0 when the run is finished."""
+    check_destination(args.json)
     config, start = resolve(args)
     if args.print_config:
         print(config.to_toml(), end="")

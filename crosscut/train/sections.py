@@ -100,7 +100,7 @@ LAYOUT_TABLES = ("mesh", "cuts", "store", "schedule", "recompute", "precision", 
 
 MODEL_KEYS = {  # which keys of [model] a kind of model reads, besides name
     "transformer": tuple(
-        "vocab embed layers heads kv_heads head_dim mlp bias qk_norm tied rope_theta norm_eps".split()  # noqa: SIM905
+        "vocab embed layers heads kv_heads head_dim mlp bias qk_norm tied rope_theta norm_eps".split()
     ),
     "mlp": ("dim", "layers", "form", "bias"),
     "file": ("args",),

@@ -113,7 +113,9 @@ def test_ten_steps_are_five_and_five_to_the_bit(tmp_path, text, mesh, name):
     assert bool(both) == (mesh != "dp=1")
 
 
-@pytest.mark.parametrize("before, after", [("dp=1", "dp=2,tp=2"), ("dp=2,tp=2", "pp=2"), ("pp=2", "dp=3"), ("dp=3", "pp=4")])
+@pytest.mark.parametrize(
+    "before, after", [("dp=1", "dp=2,tp=2"), ("dp=2,tp=2", "pp=2"), ("pp=2", "dp=3"), ("dp=3", "pp=4")]
+)
 def test_ten_steps_are_five_and_five_under_another_layout(tmp_path, text, before, after):
     options = {"optimizer.name": "sgd"}
     run(tmp_path / "ten", text, "dp=1", **options)
@@ -151,7 +153,9 @@ def test_the_run_folder_says_what_happened(tmp_path, text):
     assert [row["step"] for row in rows if "val_loss" in row] == [4, 8]
     assert (written["first_loss"], written["last_loss"]) == (rows[0]["loss"], rows[-1]["loss"])
     assert rows[-1]["tokens"] == 10 * 12 * 16
-    assert written["num_parameters"] == sum(t.numel() for t in read_parameters(folder / "checkpoints" / "step-10").values())
+    assert written["num_parameters"] == sum(
+        t.numel() for t in read_parameters(folder / "checkpoints" / "step-10").values()
+    )
     assert len(written["peak_memory_bytes"]) == 4
     assert 0 < written["unigram_loss"] < math.log(256)
     assert 0 < written["bigram_loss"] < math.log(256)
@@ -170,7 +174,9 @@ def test_the_run_folder_says_what_happened(tmp_path, text):
 
 
 def test_evaluation_is_the_same_under_every_layout(tmp_path, text):
-    losses = [run(tmp_path / mesh, text, mesh, train__steps=0, **options)["val_loss"] for mesh, options in LAYOUTS.items()]
+    losses = [
+        run(tmp_path / mesh, text, mesh, train__steps=0, **options)["val_loss"] for mesh, options in LAYOUTS.items()
+    ]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=1e-12)
 
 
@@ -202,7 +208,9 @@ def start(folder, checkpoint=None):
 def test_an_existing_folder_is_refused_replaced_or_gone_on_with(tmp_path, text):
     folder = tmp_path / "run"
     run(folder, text)
-    with pytest.raises(ValueError, match=r"run folder .*run exists: --resume .*run goes on with it, --overwrite replaces it"):
+    with pytest.raises(
+        ValueError, match=r"run folder .*run exists: --resume .*run goes on with it, --overwrite replaces it"
+    ):
         run(folder, text)
     run(folder, text, run__overwrite=True, train__steps=3)
     assert list(saved_steps(folder)) == [3]

@@ -1,6 +1,6 @@
 """Pieces of cut tensors: what a rank holds, who writes it, and copying from one cut to another."""
 
-from itertools import product
+from itertools import pairwise, product
 
 import torch
 from hypothesis import given, settings
@@ -60,7 +60,7 @@ def test_any_partition_is_read_back_under_any_other(data):
         dims = []
         for n in shape:
             points = sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=2))})
-            dims.append([((a, b),) for a, b in zip(points, points[1:], strict=False)])
+            dims.append([((a, b),) for a, b in pairwise(points)])
         return list(product(*dims))
 
     pieces = [(ranges, take(whole, ranges)) for ranges in partition()]
