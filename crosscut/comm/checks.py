@@ -21,7 +21,7 @@ def tensor(where: str, x: torch.Tensor, device: torch.device) -> None:
         raise ValueError(f"{where}: expected a tensor, got {type(x).__name__}; wrap it: torch.tensor(value)")
     if x.layout != torch.strided:
         raise ValueError(f"{where}: layout {x.layout} is not supported; use x.to_dense()")
-    if x.device.type != device.type:
+    if x.device.type != device.type or (device.index is not None and x.device.index != device.index):
         raise ValueError(f"{where}: the tensor is on {x.device}, the group on {device}; use x.to(group.device)")
 
 

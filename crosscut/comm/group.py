@@ -12,60 +12,26 @@ rank gets bitwise the same from `all_reduce`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import torch
 
 from crosscut.comm import checks
-from crosscut.comm.backends.base import Backend, Work
-from crosscut.comm.call import Call
-from crosscut.comm.dtypes import as_bytes, check_reduction, dtype_name, flat, from_wire, to_wire
+from crosscut.comm.dtypes import as_bytes, flat, from_wire, to_wire
+from crosscut.comm.group_base import GroupBase, Result, Tensor, copy_back, new_copy
 from crosscut.comm.guards import Guard
-from crosscut.comm.handle import Handle, Pending
-from crosscut.comm.ledger import Entry, Ledger
-from crosscut.comm.site import call_site
+from crosscut.comm.handle import Handle
 
-T = TypeVar("T")
-Tensor = torch.Tensor
-Result = Any  # what the docstring says; with async_op=True a `Handle` of it
+__all__ = ["Group", "Handle"]
 
 
-class Group:
+class Group(GroupBase):
     """The ranks that communicate with each other over some axes of the mesh, as one of them sees them.
 
     label: the axes, `tp` or `dp+tp`; ranks: the members' global ranks, ascending; rank: this rank's index among them;
     ledger: where calls are counted. Raises ValueError, before data moves, for anything a user can get wrong; errors
     between ranks are those of `crosscut.comm.errors`.
     """
-
-    def __init__(
-        self,
-        backend: Backend | None,
-        *,
-        label: str,
-        ranks: Sequence[int],
-        global_rank: int,
-        device: torch.device,
-        ledger: Ledger,
-        pending: Pending,
-    ) -> None:
-        self.label = label
-        self.ranks = tuple(ranks)
-        self.global_rank = global_rank
-        self.device = device
-        self.ledger = ledger
-        self._backend = backend
-        self._pending = pending
-        self.rank = self.ranks.index(global_rank) if global_rank in self.ranks else -1
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return len(self.ranks)
-
-    def __repr__(self) -> str:
-        return f"Group({self.label or 'self'!r}, ranks={self.ranks}, rank={self.rank})"
 
     # -- reductions ---------------------------------------------------------------------------------------------------
 
@@ -110,7 +76,7 @@ class Group:
         checks.divides(f"reduce_scatter over {self.label}", x, dim, self.size)
         backend = self._backend
         if backend is None:
-            return self._now(_new(x), async_op)
+            return self._now(new_copy(x), async_op)
         call = self._call("reduce_scatter", x, tag, kind, x.nbytes, reduce_op=op, dim=dim)
         # The pieces must be contiguous one after another: bring the cut dim to the front of each piece.
         pieces = x.detach().unflatten(dim, (self.size, x.shape[dim] // self.size)).movedim(dim, 0)
@@ -138,14 +104,14 @@ class Group:
         wire = flat(x, copy=guarded)
         guards = (Guard(x, call, writes=not at_src),) if guarded else ()
         work = backend.broadcast(as_bytes(wire), src, call)
-        return self._finish(work, lambda: x if at_src else _copy_back(x, wire), call, guards, async_op)
+        return self._finish(work, lambda: x if at_src else copy_back(x, wire), call, guards, async_op)
 
     def gather(self, x: Tensor, dst: int = 0, *, async_op: bool = False, tag: str = "", kind: str = "step") -> Result:
         """Rank `dst` gets the list of all ranks' `x` (new tensors, in rank order), the others None. Equal shapes."""
         self._check("gather", x, root=dst, root_name="dst")
         backend = self._backend
         if backend is None:
-            return self._now([_new(x)], async_op)
+            return self._now([new_copy(x)], async_op)
         call = self._call("gather", x, tag, kind, x.nbytes, root=dst)
         guarded = async_op and backend.guards
         wire = flat(x, copy=guarded)
@@ -177,7 +143,7 @@ class Group:
         checks.parts(f"scatter over {self.label}", parts, out, self.size, at_src)
         backend = self._backend
         if backend is None:
-            return self._now(_copy_back(out, flat(parts[0])) if parts is not None else out, async_op)
+            return self._now(copy_back(out, flat(parts[0])) if parts is not None else out, async_op)
         call = self._call("scatter", out, tag, kind, out.nbytes * self.size if at_src else 0, root=src)
         guarded = async_op and backend.guards
         whole = torch.cat([flat(part) for part in parts]) if parts is not None and at_src else None
@@ -186,7 +152,7 @@ class Group:
         if guarded:
             guards = (*(Guard(part, call, writes=False) for part in parts or ()), Guard(out, call, writes=True))
         work = backend.scatter(as_bytes(wire), None if whole is None else as_bytes(whole), src, call)
-        return self._finish(work, lambda: _copy_back(out, wire), call, guards, async_op)
+        return self._finish(work, lambda: copy_back(out, wire), call, guards, async_op)
 
     # -- all to all ---------------------------------------------------------------------------------------------------
 
@@ -199,7 +165,7 @@ class Group:
         shape = tuple(x.shape) or (1,)
         backend = self._backend
         if backend is None:
-            return self._now(_new(x).view(shape), async_op)
+            return self._now(new_copy(x).view(shape), async_op)
         call = self._call("all_gather", x, tag, kind, x.nbytes * self.size, dim=dim)
         guarded = async_op and backend.guards
         wire = flat(x, copy=guarded)
@@ -234,7 +200,7 @@ class Group:
         ins, outs = checks.splits(where, x, input_splits, output_splits, self.size, self.rank)
         backend = self._backend
         if backend is None:
-            return self._now(_new(x), async_op)
+            return self._now(new_copy(x), async_op)
         call = self._call("all_to_all", x, tag, kind, x.nbytes, input_splits=tuple(ins), output_splits=tuple(outs))
         guarded = async_op and backend.guards
         wire = flat(x, copy=guarded)
@@ -269,7 +235,7 @@ class Group:
         wire = flat(out, copy=guarded)
         guards = (Guard(out, call, writes=True),) if guarded else ()
         return self._finish(
-            backend.recv(as_bytes(wire), src, call), lambda: _copy_back(out, wire), call, guards, async_op
+            backend.recv(as_bytes(wire), src, call), lambda: copy_back(out, wire), call, guards, async_op
         )
 
     def exchange(
@@ -288,7 +254,7 @@ class Group:
         x_wire, out_wire = flat(x, copy=guarded), flat(out, copy=guarded)
         guards = (Guard(x, send_call, writes=False), Guard(out, recv_call, writes=True)) if guarded else ()
         work = backend.exchange(as_bytes(x_wire), dst, as_bytes(out_wire), src, send_call, recv_call)
-        return self._finish(work, lambda: _copy_back(out, out_wire), recv_call, guards, async_op)
+        return self._finish(work, lambda: copy_back(out, out_wire), recv_call, guards, async_op)
 
     def barrier(self, *, async_op: bool = False, tag: str = "", kind: str = "step") -> Result:
         """Return when every rank of the group has called it."""
@@ -298,94 +264,3 @@ class Group:
             return self._now(None, async_op)
         call = self._call("barrier", None, tag, kind, 0)
         return self._finish(backend.barrier(call), lambda: None, call, (), async_op)
-
-    # -- the parts every call is made of ------------------------------------------------------------------------------
-
-    def _member(self, name: str) -> None:
-        if self.rank < 0:
-            raise ValueError(
-                f"{name} over {self.label}: rank {self.global_rank} is not a member of this group (ranks "
-                f"{','.join(map(str, self.ranks))}); call it on the members only"
-            )
-
-    def _check(
-        self,
-        name: str,
-        x: Tensor,
-        *,
-        op: str | None = None,
-        root: int | None = None,
-        root_name: str = "src",
-        peer: bool = False,
-    ) -> None:
-        """Everything that can be wrong with a call on this rank alone."""
-        self._member(name)
-        where = f"{name} over {self.label or 'self'}"
-        checks.tensor(where, x, self.device)
-        if op is not None:
-            check_reduction(op, x.dtype, where)
-        if root is not None:
-            checks.member(where, root_name, root, self.ranks, self.rank if peer else None)
-
-    def _transport(self) -> Backend:
-        assert self._backend is not None  # a peer other than itself exists, so the group has one
-        return self._backend
-
-    def _call(
-        self,
-        op: str,
-        x: Tensor | None,
-        tag: str,
-        kind: str,
-        num_bytes: int,
-        *,
-        reduce_op: str | None = None,
-        root: int | None = None,
-        dim: int | None = None,
-        peer: int | None = None,
-        input_splits: tuple[int, ...] | None = None,
-        output_splits: tuple[int, ...] | None = None,
-    ) -> Call:
-        """Number the call and count it. From here on the call is made: every check is behind it."""
-        checks.kind(f"{op} over {self.label}", kind)
-        shape = () if x is None else tuple(x.shape)
-        dtype = "" if x is None else dtype_name(x.dtype)
-        seq = self._transport().next_seq() if peer is None else 0
-        site = call_site()
-        self.ledger.record(Entry(kind, tag, self.label, op, num_bytes, shape, dtype, reduce_op, seq, site))
-        return Call(
-            op, self.label, tag, kind, site, seq, shape, dtype, reduce_op, root, dim, input_splits, output_splits, peer
-        )
-
-    def _store(self, x: Tensor, wire: Tensor, op: str) -> Tensor:
-        """Put a reduced wire tensor back into `x`."""
-        if op != "avg" and wire.dtype == x.dtype and wire.data_ptr() == x.data_ptr() and x.is_contiguous():
-            return x
-        with torch.no_grad():
-            x.detach().copy_(from_wire(wire, x.dtype, tuple(x.shape), op, self.size))
-        return x
-
-    def _now(self, result: T, async_op: bool) -> Result:
-        """The result of a call in a group of one rank."""
-        return Handle(None, lambda: result) if async_op else result
-
-    def _finish(
-        self, work: Work, finish: Callable[[], T], call: Call, guards: tuple[Guard, ...], async_op: bool
-    ) -> Result:
-        if async_op:
-            return Handle(work, finish, guards=guards, pending=self._pending, call=call)
-        work.wait()
-        return finish()
-
-
-def _new(x: Tensor) -> Tensor:
-    """A detached contiguous copy."""
-    return flat(x, copy=True).view(x.shape)
-
-
-def _copy_back(x: Tensor, wire: Tensor) -> Tensor:
-    """Put a flat tensor of x's dtype back into `x`, unless it is x's own memory."""
-    if not (x.is_contiguous() and wire.data_ptr() == x.data_ptr()):
-        with torch.no_grad():
-            x.detach().copy_(wire.view(x.shape))
-    return x

@@ -9,7 +9,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from crosscut.comm.errors import PeerError, one_line, rank_error
+from crosscut.comm.errors import PeerError, one_line, rank_error, ranks_text
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,10 @@ def settle(ends: list[End], ended: float) -> list[Any]:
     first = real[0][1] if real else died[0] if died else silent[0] if silent else min(failures)
     failure = failures.get(first)
     told: Any
-    if failure is not None:
+    returned = [rank for rank, end in enumerate(ends) if end.returned]
+    if failure is not None and failure.is_peer and returned:
+        told = f"raised {failure.line}; {ranks_text(returned)} had returned by then: look there for a call too few"
+    elif failure is not None:
         told = failure.error if failure.error is not None else f"raised {failure.line}"
     else:
         told = _how_it_ended(ends[first], [rank for rank in silent if rank != first])

@@ -145,27 +145,32 @@ def _values(folder: Path, size: int, exits: dict[int, tuple[int, int]], ended: f
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """A folder for this world's files. Those of launchers that were killed are swept away."""
+    """A folder for this world's files, locked while the launcher lives. Those of launchers that were killed go."""
     base = Path(tempfile.gettempdir())
-    for old in base.glob(f"{_PREFIX}*"):
-        pid = old.name.removeprefix(_PREFIX).split("-")[0]
-        if pid.isdigit() and not _alive(int(pid)):
-            shutil.rmtree(old, ignore_errors=True)
+    for lock in base.glob(f"{_PREFIX}*/lock"):
+        with contextlib.suppress(OSError), _locked(lock):
+            shutil.rmtree(lock.parent, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
     try:
-        yield folder
+        with _locked(folder / "lock"):
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _alive(pid: int) -> bool:
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a file's lock, which the system takes back from a process that dies; OSError if another one holds it."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
+        import fcntl
+    except ImportError:  # Windows: nothing is swept
+        if path.exists():
+            raise OSError("no file locks here") from None
+        yield
+        return
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
 
 
 @contextlib.contextmanager

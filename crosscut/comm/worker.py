@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -127,10 +128,19 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Linux: have the kernel kill this process when the launcher dies, however it dies."""
+    """End this process when the launcher dies, however it dies. Linux: the kernel sees to it."""
+    if sys.platform == "darwin":
+        threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
     if sys.platform != "linux":
         return
     pr_set_pdeathsig = 1
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call above
         os._exit(1)
+
+
+def _watch_parent(parent: int) -> None:
+    """macOS: nobody tells a process that its parent died, so it looks."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)

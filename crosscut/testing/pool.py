@@ -30,6 +30,7 @@ from crosscut.comm.errors import StuckError, ranks_text
 from crosscut.comm.outcome import End, Failure, describe_failure, settle
 from crosscut.comm.worker import die_with_parent, pickle_value, run_rank
 
+_START_S = 120.0  # how long a worker gets to start
 _AFTER_FAILURE_S = 10.0  # how long the other ranks of a failed job get to end
 
 
@@ -95,7 +96,7 @@ class WorkerPool:
             self.close()
         if self._store is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
+        context, new = multiprocessing.get_context("spawn"), []
         while len(self._workers) < size:
             here, there = context.Pipe()
             process = context.Process(target=_serve, args=(there, self._store.port, os.getpid()), daemon=True)
@@ -103,6 +104,10 @@ class WorkerPool:
             there.close()
             self.launches += 1
             self._workers.append((process, here))
+            new.append(here)
+        for connection in new:  # importing torch takes seconds, and is not the job's time
+            if not connection.poll(_START_S) or connection.recv() != "ready":
+                raise StuckError(f"a pool worker did not start within {_START_S:g} s")
 
     def close(self) -> None:
         """End the workers."""
@@ -122,6 +127,7 @@ def _serve(connection: Connection, port: int, parent: int) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     seed = torch.initial_seed()
+    connection.send("ready")
     while True:
         try:
             job, rank, size, timeout_s, path, call = connection.recv()

@@ -1,5 +1,7 @@
 """Async handles: results after wait, post-processing in wait, early reads and writes found, forgotten waits named."""
 
+import time
+
 import pytest
 import torch
 
@@ -45,6 +47,20 @@ def overlapped(ctx):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_results_are_right_after_wait(run, world_size):
     run(overlapped, world_size=world_size)
+
+
+def with_a_slow_peer(ctx):
+    """What is done to the data after it arrives must not be done before."""
+    for step in range(20):
+        x = torch.full((3, 2), float(10 * step + ctx.rank))
+        if ctx.rank == step % 2:
+            time.sleep(0.01)
+        handle = ctx.world.all_gather(x, 1, async_op=True)
+        assert handle.wait().tolist() == [[10.0 * step] * 2 + [10.0 * step + 1] * 2] * 3
+
+
+def test_a_slow_peer_changes_nothing(run):
+    run(with_a_slow_peer, world_size=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.bool])

@@ -277,6 +277,10 @@ def failure(line, time_s, is_peer=False, is_value_error=False):
             [End(failure=failure("PeerError: x", 1, is_peer=True)), End(pid=8)],
             r"rank 1 of 2 \(pid 8\) ended with exit code 0 but without returning; look for os._exit",
         ),
+        (
+            [End(failure=failure("PeerError: barrier", 1, is_peer=True)), End(returned=True)],
+            "rank 0 of 2 raised PeerError: barrier; rank 1 had returned by then: look there for a call too few",
+        ),
         ([End(returned=True), End(exit_code=-40, pid=7)], "killed by signal 40|killed by SIG"),
     ],
 )

@@ -1,0 +1,142 @@
+"""What every call of a `Group` is made of: its members, the checks, numbering and counting, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from crosscut.comm import checks
+from crosscut.comm.backends.base import Backend, Work
+from crosscut.comm.call import Call
+from crosscut.comm.dtypes import check_reduction, dtype_name, flat, from_wire
+from crosscut.comm.guards import Guard
+from crosscut.comm.handle import Handle, Pending
+from crosscut.comm.ledger import Entry, Ledger
+from crosscut.comm.site import call_site
+
+T = TypeVar("T")
+Tensor = torch.Tensor
+Result = Any  # what the docstring says; with async_op=True a `Handle` of it
+
+
+class GroupBase:
+    """The members of a group and the parts of a call; `crosscut.comm.group.Group` adds the calls."""
+
+    def __init__(
+        self,
+        backend: Backend | None,
+        *,
+        label: str,
+        ranks: Sequence[int],
+        global_rank: int,
+        device: torch.device,
+        ledger: Ledger,
+        pending: Pending,
+    ) -> None:
+        self.label = label
+        self.ranks = tuple(ranks)
+        self.global_rank = global_rank
+        self.device = device
+        self.ledger = ledger
+        self._backend = backend
+        self._pending = pending
+        self.rank = self.ranks.index(global_rank) if global_rank in self.ranks else -1
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    def __repr__(self) -> str:
+        return f"Group({self.label or 'self'!r}, ranks={self.ranks}, rank={self.rank})"
+
+    def _member(self, name: str) -> None:
+        if self.rank < 0:
+            raise ValueError(
+                f"{name} over {self.label}: rank {self.global_rank} is not a member of this group (ranks "
+                f"{','.join(map(str, self.ranks))}); call it on the members only"
+            )
+
+    def _check(
+        self,
+        name: str,
+        x: Tensor,
+        *,
+        op: str | None = None,
+        root: int | None = None,
+        root_name: str = "src",
+        peer: bool = False,
+    ) -> None:
+        """Everything that can be wrong with a call on this rank alone."""
+        self._member(name)
+        where = f"{name} over {self.label or 'self'}"
+        checks.tensor(where, x, self.device)
+        if op is not None:
+            check_reduction(op, x.dtype, where)
+        if root is not None:
+            checks.member(where, root_name, root, self.ranks, self.rank if peer else None)
+
+    def _transport(self) -> Backend:
+        assert self._backend is not None  # a peer other than itself exists, so the group has one
+        return self._backend
+
+    def _call(
+        self,
+        op: str,
+        x: Tensor | None,
+        tag: str,
+        kind: str,
+        num_bytes: int,
+        *,
+        reduce_op: str | None = None,
+        root: int | None = None,
+        dim: int | None = None,
+        peer: int | None = None,
+        input_splits: tuple[int, ...] | None = None,
+        output_splits: tuple[int, ...] | None = None,
+    ) -> Call:
+        """Number the call and count it. From here on the call is made: every check is behind it."""
+        checks.kind(f"{op} over {self.label}", kind)
+        shape = () if x is None else tuple(x.shape)
+        dtype = "" if x is None else dtype_name(x.dtype)
+        seq = self._transport().next_seq() if peer is None else 0
+        site = call_site()
+        self.ledger.record(Entry(kind, tag, self.label, op, num_bytes, shape, dtype, reduce_op, seq, site))
+        return Call(
+            op, self.label, tag, kind, site, seq, shape, dtype, reduce_op, root, dim, input_splits, output_splits, peer
+        )
+
+    def _store(self, x: Tensor, wire: Tensor, op: str) -> Tensor:
+        """Put a reduced wire tensor back into `x`."""
+        if op != "avg" and wire.dtype == x.dtype and wire.data_ptr() == x.data_ptr() and x.is_contiguous():
+            return x
+        with torch.no_grad():
+            x.detach().copy_(from_wire(wire, x.dtype, tuple(x.shape), op, self.size))
+        return x
+
+    def _now(self, result: T, async_op: bool) -> Result:
+        """The result of a call in a group of one rank."""
+        return Handle(None, lambda: result) if async_op else result
+
+    def _finish(
+        self, work: Work, finish: Callable[[], T], call: Call, guards: tuple[Guard, ...], async_op: bool
+    ) -> Result:
+        if async_op:
+            return Handle(work, finish, guards=guards, pending=self._pending, call=call)
+        work.wait()
+        return finish()
+
+
+def new_copy(x: Tensor) -> Tensor:
+    """A detached contiguous copy."""
+    return flat(x, copy=True).view(x.shape)
+
+
+def copy_back(x: Tensor, wire: Tensor) -> Tensor:
+    """Put a flat tensor of x's dtype back into `x`, unless it is x's own memory."""
+    if not (x.is_contiguous() and wire.data_ptr() == x.data_ptr()):
+        with torch.no_grad():
+            x.detach().copy_(wire.view(x.shape))
+    return x
