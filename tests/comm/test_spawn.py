@@ -147,7 +147,8 @@ def test_a_signal_to_the_launcher_ends_every_rank(number, tmp_path):
 
 
 def test_under_torchrun(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", SCRIPT]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    command += ["--log-dir", str(tmp_path / "logs"), SCRIPT]  # torchrun itself would leave a folder
     subprocess.run([*command, "torchrun", str(tmp_path)], env={**os.environ, **PATHS}, check=True, timeout=100)
     for rank in "01":
         said = json.loads((tmp_path / rank).read_text())
