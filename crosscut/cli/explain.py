@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from crosscut.cli.config_flags import LAYOUT_FLAGS, add_config_arguments, overrides_of, world_size_of
 from crosscut.cli.output import add_json_argument, write_json
-from crosscut.cli.quick_config import Target, target_of
+from crosscut.cli.target import Target, target_of
 from crosscut.layout.errors import LayoutError
 from crosscut.layout.plan import Plan, add_up
 from crosscut.layout.rules import derive

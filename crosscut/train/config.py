@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
-
-from pydantic import ValidationError
+from typing import Any
 
 from crosscut.layout.errors import nearest
 from crosscut.layout.layout import Layout
 from crosscut.models.config import MLPConfig, TransformerConfig
 from crosscut.train import toml
+from crosscut.train.keys import default_of, keys_of, made, mistake, takes_numbers, takes_text
 from crosscut.train.layout_source import SHORT_LAYOUT_FLAGS, LayoutSource
 from crosscut.train.sections import (
     LAYOUT_TABLES,
@@ -28,7 +27,6 @@ from crosscut.train.sections import (
     ModelSection,
     OptimizerSection,
     RunSection,
-    Section,
     TrainSection,
     model_kind,
 )
@@ -91,7 +89,7 @@ class Config:
         for name in SECTIONS:
             section = getattr(self, name)
             lines.append(f"[{name}]")
-            for key in type(section).model_fields:
+            for key in keys_of(SECTIONS[name]):
                 if name == "model" and key != "name" and key not in MODEL_KEYS[self.kind]:
                     continue
                 value = getattr(section, key)
@@ -131,14 +129,14 @@ def load_config(
         layout.take_flag(name, flags.pop(name))
     for key, value in flags.items():
         _take_flag(key, value, values, origins, layout)
-    model = values["model"].get("name", ModelSection.model_fields["name"].default)
+    model = values["model"].get("name", default_of(ModelSection, "name"))
     kind = _checked_kind(model, values, origins)
     for key, value in MODEL_DEFAULTS.get(kind, {}).items():
         section, _, name = key.partition(".")
         values[section].setdefault(name, value)
     sections = {name: _validate(name, cls, values[name], origins) for name, cls in SECTIONS.items()}
     config = Config(
-        **sections,  # type: ignore[arg-type]
+        **sections,
         layout=layout.resolve(world_size),
         origins={**origins, **layout.origins},
     )
@@ -187,23 +185,21 @@ def _take_flag(
 
 
 def _check_key(section: str, key: str, source: str) -> None:
-    known = SECTIONS[section].model_fields
+    known = keys_of(SECTIONS[section])
     if key in known:
         return
-    elsewhere = [f"{name}.{key}" for name, cls in SECTIONS.items() if key in cls.model_fields]
+    elsewhere = [f"{name}.{key}" for name, cls in SECTIONS.items() if key in keys_of(cls)]
     hint = f"; it is {elsewhere[0]}" if elsewhere else nearest(key, known)
     raise ConfigError(f"{source}: unknown key {section}.{key}{hint}")
 
 
-def _from_text(cls: type[Section], key: str, value: Any) -> Any:
+def _from_text(cls: type, key: str, value: Any) -> Any:
     """The value of a flag's text: as it stands where the key takes strings, else read as TOML."""
     if not isinstance(value, str):
         return value
-    hint = get_type_hints(cls)[key]
-    kinds = get_args(hint) if get_origin(hint) is Union or type(hint).__name__ == "UnionType" else (hint,)
-    if str in kinds or any(isinstance(choice, str) for kind in kinds for choice in get_args(kind)):
+    if takes_text(cls, key):
         return value
-    if any(get_origin(kind) is tuple for kind in kinds) and not value.strip().startswith("["):
+    if takes_numbers(cls, key) and not value.strip().startswith("["):
         value = f"[{value}]"  # --optimizer.betas 0.9,0.95
     return toml.literal(value)
 
@@ -233,16 +229,12 @@ def _checked_kind(model: Any, values: Mapping[str, Mapping[str, Any]], origins: 
     return kind
 
 
-def _validate(name: str, cls: type[Section], values: Mapping[str, Any], origins: Mapping[str, str]) -> Section:
-    given = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-    try:
-        return cls(**given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = str(first["loc"][0])
-        said = first["msg"].replace("Input should be", "must be")
-        value = values.get(key)
-        raise ConfigError(f"{name}.{key} = {value!r} (from {origins.get(f'{name}.{key}', DEFAULT)}): {said}") from None
+def _validate(name: str, cls: type, values: Mapping[str, Any], origins: Mapping[str, str]) -> Any:
+    for key, value in values.items():
+        if (said := mistake(cls, key, value)) is not None:
+            origin = origins.get(f"{name}.{key}", DEFAULT)
+            raise ConfigError(f"{name}.{key} = {value!r} (from {origin}): {said}")
+    return made(cls, values)
 
 
 def _with_comment(text: str, comment: str, wanted: bool) -> str:

@@ -6,90 +6,88 @@ configs/default.toml, on one rank.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
-Positive = Field(gt=0)
-
-
-class Section(BaseModel):
-    """One table of the config. Values are taken strictly: "100" is no number, and 1 is no truth value."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+from crosscut.train.keys import key
 
 
-class ModelSection(Section):
+@dataclass(frozen=True)
+class ModelSection:
     """The model. `name` is "transformer", "mlp", or "FILE.py:FUNCTION" for a model of one's own."""
 
     name: str = "transformer"
-    vocab: int = Field(256, gt=0)  # text is bytes: at least 256
-    embed: int = Field(192, gt=0)
-    layers: int = Field(4, gt=0)
-    heads: int = Field(6, gt=0)
-    kv_heads: int | None = Field(None, gt=0)  # None: as many as heads
-    head_dim: int | None = Field(None, gt=0)  # None: embed / heads
-    mlp: int = Field(512, gt=0)
+    vocab: int = key(256, least=1)  # text is bytes: at least 256
+    embed: int = key(192, least=1)
+    layers: int = key(4, least=1)
+    heads: int = key(6, least=1)
+    kv_heads: int | None = key(None, least=1)  # None: as many as heads
+    head_dim: int | None = key(None, least=1)  # None: embed / heads
+    mlp: int = key(512, least=1)
     bias: bool = False
     qk_norm: bool = False
     tied: bool = False
-    rope_theta: float = Field(10000.0, gt=0)
-    norm_eps: float = Field(1e-5, gt=0)
-    dim: int = Field(1024, gt=0)
-    form: Literal["gather", "pairs"] = "gather"
-    args: dict[str, Any] = {}  # keyword arguments of a FUNCTION of one's own
+    rope_theta: float = key(10000.0, above=0)
+    norm_eps: float = key(1e-5, above=0)
+    dim: int = key(1024, least=1)
+    form: str = key("gather", choices=("gather", "pairs"))
+    args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of a FUNCTION of one's own
 
 
-class DataSection(Section):
+@dataclass(frozen=True)
+class DataSection:
     """The text. `path`: "stdlib" (the running interpreter's standard library), a file, or a folder."""
 
     path: str = "stdlib"
-    val_fraction: float = Field(0.1, gt=0, lt=1)
+    val_fraction: float = key(0.1, above=0, below=1)
 
 
-class TrainSection(Section):
+@dataclass(frozen=True)
+class TrainSection:
     """How long, how much at a time, how often to look."""
 
-    steps: int = Field(600, ge=0)
-    global_batch_size: int = Field(16, gt=0)  # sequences (rows) a step, over all ranks and micro-batches
-    seq_len: int = Field(128, gt=0)  # bytes a sequence
-    eval_every: int = Field(200, ge=0)  # steps; 0: only at the end
-    eval_batches: int = Field(32, gt=0)
-    log_every: int = Field(20, gt=0)  # steps
-    seed: int = Field(0, ge=0)
+    steps: int = key(600, least=0)
+    global_batch_size: int = key(16, least=1)  # sequences (rows) a step, over all ranks and micro-batches
+    seq_len: int = key(128, least=1)  # bytes a sequence
+    eval_every: int = key(200, least=0)  # steps; 0: only at the end
+    eval_batches: int = key(32, least=1)
+    log_every: int = key(20, least=1)  # steps
+    seed: int = key(0, least=0)
     deterministic: bool = False
 
 
-class OptimizerSection(Section):
+@dataclass(frozen=True)
+class OptimizerSection:
     """AdamW or SGD, linear warm-up, cosine decay. Norms and biases are not decayed."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    lr: float = Field(3e-3, gt=0)
-    weight_decay: float = Field(0.1, ge=0)
+    name: str = key("adamw", choices=("adamw", "sgd"))
+    lr: float = key(3e-3, above=0)
+    weight_decay: float = key(0.1, least=0)
     betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0)
-    momentum: float = Field(0.9, ge=0, lt=1)
-    warmup_steps: int = Field(50, ge=0)
-    min_lr_ratio: float = Field(0.1, ge=0, le=1)
-    clip_norm: float = Field(1.0, ge=0)  # 0: the norm is measured, nothing is clipped
+    eps: float = key(1e-8, above=0)
+    momentum: float = key(0.9, least=0, below=1)
+    warmup_steps: int = key(50, least=0)
+    min_lr_ratio: float = key(0.1, least=0, most=1)
+    clip_norm: float = key(1.0, least=0)  # 0: the norm is measured, nothing is clipped
 
 
-class RunSection(Section):
+@dataclass(frozen=True)
+class RunSection:
     """Where the run is kept and what it runs on."""
 
     dir: str | None = None  # the run folder itself; None: runs/<date>-<layout>
-    save_every: int = Field(200, ge=0)  # steps; 0: only at the end
+    save_every: int = key(200, least=0)  # steps; 0: only at the end
     resume: str | None = None  # a run folder, a checkpoint folder, "latest" or "auto"
     overwrite: bool = False
     backend: str | None = None  # nccl, gloo, threads; None: what fits the machine
     device: str | None = None  # cpu, cuda; None: what the back end uses
-    threads: int = Field(0, ge=0)  # CPU threads a rank; 0: the cores shared out
-    timeout_s: float = Field(600.0, gt=0)
-    sample_bytes: int = Field(400, ge=0)  # text written with the trained model at the end
-    temperature: float = Field(0.8, ge=0)
+    threads: int = key(0, least=0)  # CPU threads a rank; 0: the cores shared out
+    timeout_s: float = key(600.0, above=0)
+    sample_bytes: int = key(400, least=0)  # text written with the trained model at the end
+    temperature: float = key(0.8, least=0)
 
 
-SECTIONS: dict[str, type[Section]] = {
+SECTIONS: dict[str, type] = {
     "model": ModelSection,
     "data": DataSection,
     "train": TrainSection,

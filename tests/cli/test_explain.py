@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from crosscut.cli import quick_config
 from crosscut.cli.main import main
-from crosscut.cli.quick_config import target_of
+from crosscut.cli.target import target_of
 from crosscut.comm.ledger import Ledger
 from crosscut.layout.layout import Layout
 from crosscut.layout.rules import derive
-from crosscut.train import sections
 from crosscut.train.config import load_config
 from crosscut.train.model import spec_of
 
@@ -137,50 +135,6 @@ def test_no_torch_and_under_half_a_second(tmp_path: Path) -> None:
 
 
 # ---- config ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_quick_defaults_are_the_defaults() -> None:
-    for name, cls in sections.SECTIONS.items():
-        assert quick_config.KEYS[name].split() == list(cls.model_fields)
-    for kind, defaults in quick_config.MODELS.items():
-        assert tuple(defaults) == sections.MODEL_KEYS[kind]
-        assert defaults == {key: sections.ModelSection.model_fields[key].default for key in defaults}
-        config = load_config(None, {"model": kind})
-        assert quick_config.BATCH[kind] == config.train.global_batch_size
-    assert load_config(None).train.seq_len == quick_config.SEQ_LEN
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        {},
-        {"model": "mlp", "mesh": "dp=2,tp=2", "model.form": "pairs"},
-        {"mesh": "pp=2,dp=2", "zero": "1", "micro_batches": "4", "train.seq_len": "64", "model.tied": "true"},
-        {"mesh.dp": "2", "mesh.tp": "3", "cuts.heads": "tp", "cuts.batch": "dp", "schedule.micro_batches": "2"},
-        {
-            "mesh": "tp=2",
-            "sp": True,
-            "precision.compute": "bf16",
-            "model.kv_heads": "2",
-            "train.global_batch_size": "8",
-        },
-    ],
-)
-@pytest.mark.parametrize("with_file", [False, True])
-def test_the_quick_way_gives_what_load_config_gives(tmp_path: Path, overrides: dict, with_file: bool) -> None:
-    path = tmp_path / "config.toml"
-    path.write_text(
-        "[train]\nglobal_batch_size = 32\nlog_every = 3\n[optimizer]\nlr = 0.1\n[mesh]\ndp = 4\n[store]\nzero = 2\n"
-    )
-    source = str(path) if with_file else None
-    if with_file and "mesh.dp" in overrides:
-        overrides = {**overrides, "store.zero": "1"}
-    quick = quick_config._quick(source, overrides, None)
-    config = load_config(source, overrides)
-    assert quick is not None
-    assert (quick.layout, quick.batch, quick.seq) == (config.layout, config.train.global_batch_size, config.seq)
-    assert quick.spec == spec_of(config)
-    assert quick.layout_origin == config.layout_origin()
 
 
 @pytest.mark.parametrize(

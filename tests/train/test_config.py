@@ -9,6 +9,7 @@ import pytest
 from crosscut.layout.layout import Layout
 from crosscut.train import toml
 from crosscut.train.config import load_config
+from crosscut.train.keys import keys_of
 from crosscut.train.sections import LAYOUT_TABLES, MODEL_KEYS, SECTIONS
 
 CONFIG = """
@@ -119,13 +120,16 @@ def test_the_mlp_has_defaults_of_its_own_which_a_file_still_beats(config_file):
         ({"train.stepz": "3"}, "--train.stepz: unknown key train.stepz; did you mean 'steps'?"),
         ({"model.lr": "3"}, "unknown key model.lr; it is optimizer.lr"),
         ({"trian.steps": "3"}, "unknown section 'trian'; did you mean 'train'?"),
-        ({"train.steps": "abc"}, "train.steps = 'abc' (from --train.steps): must be a valid integer"),
+        ({"train.steps": "abc"}, "train.steps = 'abc' (from --train.steps): must be a whole number"),
         ({"train.steps": "2.5"}, "train.steps = 2.5"),
-        ({"steps": "-1"}, "train.steps = -1 (from --steps): must be greater than or equal to 0"),
-        ({"train.deterministic": "1"}, "train.deterministic = 1"),
-        ({"optimizer.name": "adamx"}, "optimizer.name = 'adamx' (from --optimizer.name): must be 'adamw' or 'sgd'"),
-        ({"optimizer.betas": "0.9"}, "optimizer.betas = [0.9]"),
-        ({"data.val_fraction": "1"}, "data.val_fraction = 1"),
+        ({"steps": "-1"}, "train.steps = -1 (from --steps): must be >= 0"),
+        ({"train.deterministic": "1"}, "train.deterministic = 1 (from --train.deterministic): must be true or false"),
+        (
+            {"optimizer.name": "adamx"},
+            "optimizer.name = 'adamx' (from --optimizer.name): must be one of",
+        ),
+        ({"optimizer.betas": "0.9"}, "optimizer.betas = [0.9] (from --optimizer.betas): must be a list of 2 numbers"),
+        ({"data.val_fraction": "1"}, "data.val_fraction = 1 (from --data.val_fraction): must be > 0 and < 1"),
         ({"model": "transfomer"}, "model.name = 'transfomer' is unknown; did you mean 'transformer'?"),
         ({"model": "mlp", "model.heads": "3"}, "model.heads is a key of transformer; model.name is 'mlp'"),
         ({"model.embed": "100"}, "embed = 100 is not a multiple of heads = 6"),
@@ -171,7 +175,7 @@ def test_a_missing_file_is_said():
 
 def test_every_key_of_a_model_is_a_key_of_its_section_and_no_section_is_called_like_a_layout_table():
     for keys in MODEL_KEYS.values():
-        assert set(keys) <= set(SECTIONS["model"].model_fields)
+        assert set(keys) <= set(keys_of(SECTIONS["model"]))
     assert not set(SECTIONS) & set(LAYOUT_TABLES)
 
 

@@ -285,5 +285,5 @@ def test_names_of_run_folders_tell_date_and_layout(tmp_path):
     assert folder.parent.name == "runs"
     assert folder.name.startswith(("1970-01-01", "1969-12-31"))
     assert folder.name.endswith("-pp2-tp2")
-    named = replace(config, run=config.run.model_copy(update={"dir": str(tmp_path)}))
+    named = replace(config, run=replace(config.run, dir=str(tmp_path)))
     assert run_folder.start_of(named, None).folder == tmp_path
