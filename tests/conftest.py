@@ -15,3 +15,12 @@ def pool():
     yield workers
     workers.close()
     assert workers.launches <= 16, f"{workers.launches} worker launches: a test breaks the pool again and again"
+
+
+def pytest_collection_modifyitems(items):
+    """Tests that start or use processes share one worker of pytest-xdist: one pool, and no two worlds at a time. So do
+    those of a module that shares an expensive run."""
+    together = ("gloo", "test_spawn", "test_torchrun", "cli/test_train", "test_examples", "test_golden_ledger")
+    for item in items:
+        if "pool" in getattr(item, "fixturenames", ()) or any(name in item.nodeid for name in together):
+            item.add_marker(pytest.mark.xdist_group("processes"))
