@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
     from crosscut.train import preflight
 
     launched = "RANK" in os.environ  # torchrun has started this process: it is one rank of several
-    found = preflight.check(config, start, check_folder=not (launched or args.eval_only))
+    # Rank 0 alone looks at the run folder when there are several of us: it may just have made it.
+    found = preflight.check(config, start, launched=launched, check_folder=not (launched or args.eval_only))
     if args.dry_run:
         for line in preflight.lines(found) if args.json != "-" else ():
             print(line)
@@ -109,7 +110,8 @@ def launch(config: Config, start: Start, *, eval_only: bool, to_stderr: bool) ->
             )
     except BaseException as error:
         stopped = isinstance(error, (KeyboardInterrupt, SystemExit))
-        if not eval_only and _summary_time(start.folder) != began:  # this run has got as far as its folder
+        speaks = os.environ.get("RANK", "0") == "0"
+        if speaks and not eval_only and _summary_time(start.folder) != began:  # this run has got as far as its folder
             run_folder.mark(start.folder, "interrupted" if stopped else "failed")
             print(f"run       {start.folder} ({'interrupted' if stopped else 'failed'})", file=sys.stderr)
         raise

@@ -31,15 +31,19 @@ class Preflight:
     free_bytes: int
 
 
-def check(config: Config, start: run_folder.Start, check_folder: bool = True) -> Preflight:
+def check(config: Config, start: run_folder.Start, *, launched: bool = False, check_folder: bool = True) -> Preflight:
     """Everything that would stop the run later raises ValueError here; nothing is started or written.
 
-    `check_folder`: also whether the run folder may be used (not under torchrun, where rank 0 alone looks).
+    `launched`: this process is one of several ranks already (torchrun), on a host that may not hold all of them.
+    `check_folder`: also whether the run folder may be used.
     """
+    from crosscut.comm.choose import choose_backend
     from crosscut.parallel.distribute import refuse_unsupported
 
     plan = plan_of(config)
     refuse_unsupported(config.layout)
+    if not launched:
+        choose_backend(config.run.backend, config.run.device, config.layout.mesh.world_size)
     text = None
     if config.kind != "mlp":
         if config.kind == "transformer" and config.model.vocab < 256:
