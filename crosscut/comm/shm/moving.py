@@ -1,0 +1,160 @@
+"""all_gather, broadcast, gather, scatter and all_to_all: the collectives that only move bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from crosscut.comm.errors import MismatchError
+from crosscut.comm.shm.copying import copy_bytes
+from crosscut.comm.shm.layout import DEPTH, SLOT
+from crosscut.comm.shm.signature import sign
+from crosscut.comm.shm.staged import ALIGN, STREAM, keeping, staged
+
+if TYPE_CHECKING:
+    from crosscut.comm.shm.channel import Channel
+    from crosscut.comm.shm.operation import Steps
+
+Tensor = torch.Tensor
+
+
+def all_gather(channel: Channel, outs: Sequence[Tensor], x: Tensor) -> Steps:
+    """`outs[r]` becomes rank r's `x`."""
+    rank, total, address = channel.rank, x.nbytes, x.data_ptr()
+    to = [out.data_ptr() for out in outs]
+
+    def fill(turn: int, slot: int) -> None:
+        count = min(SLOT, total - turn * SLOT)
+        copy_bytes(slot, address + turn * SLOT, count)
+        if to[rank] != address:
+            copy_bytes(to[rank] + turn * SLOT, slot, count)
+
+    def read(turn: int, index: int) -> None:
+        count = min(SLOT, total - turn * SLOT)
+        for peer in channel.others:
+            copy_bytes(to[peer] + turn * SLOT, channel.slot_address[peer] + index * SLOT, count)
+
+    return keeping(
+        (outs, x),
+        staged(channel, sign("all_gather", num_bytes=total), max(1, -(-total // SLOT)), fill, read, channel.others),
+    )
+
+
+def broadcast(channel: Channel, x: Tensor, root: int) -> Steps:
+    """`x` becomes rank `root`'s `x`."""
+    total, address = x.nbytes, x.data_ptr()
+
+    def fill(turn: int, slot: int) -> None:
+        copy_bytes(slot, address + turn * STREAM, min(STREAM, total - turn * STREAM))
+
+    def read(turn: int, index: int) -> None:
+        source = channel.slot_address[root] + index * SLOT
+        copy_bytes(address + turn * STREAM, source, min(STREAM, total - turn * STREAM))
+
+    steps, signature = max(1, -(-total // STREAM)), sign("broadcast", root=root, num_bytes=total)
+    if channel.rank == root:
+        return keeping(x, staged(channel, signature, steps, fill, None, ()))
+    return keeping(x, staged(channel, signature, steps, None, read, (root,)))
+
+
+def gather(channel: Channel, outs: Sequence[Tensor] | None, x: Tensor, root: int) -> Steps:
+    """`outs[r]` becomes rank r's `x`, on rank `root`."""
+    total, address = x.nbytes, x.data_ptr()
+    to = [out.data_ptr() for out in outs or ()]
+
+    def fill(turn: int, slot: int) -> None:
+        copy_bytes(slot, address + turn * STREAM, min(STREAM, total - turn * STREAM))
+
+    def read(turn: int, index: int) -> None:
+        count = min(STREAM, total - turn * STREAM)
+        for rank, base in enumerate(to):
+            source = channel.slot_address[rank] + index * SLOT
+            if rank == root:
+                source = address + turn * STREAM
+            if source != base + turn * STREAM:
+                copy_bytes(base + turn * STREAM, source, count)
+
+    steps, signature = max(1, -(-total // STREAM)), sign("gather", root=root, num_bytes=total)
+    if channel.rank == root:
+        return keeping((outs, x), staged(channel, signature, steps, None, read, channel.others))
+    return keeping(x, staged(channel, signature, steps, fill, None, ()))
+
+
+def scatter(channel: Channel, out: Tensor, parts: Sequence[Tensor] | None, root: int) -> Steps:
+    """`out` becomes `parts[rank]` of rank `root`."""
+    rank, total, address = channel.rank, out.nbytes, out.data_ptr()
+    width = min(STREAM, SLOT // channel.size // ALIGN * ALIGN)
+    given = [part.data_ptr() for part in parts or ()]
+
+    def fill(turn: int, slot: int) -> None:
+        count = min(width, total - turn * width)
+        for peer in channel.others:
+            copy_bytes(slot + peer * width, given[peer] + turn * width, count)
+        if given[rank] != address:
+            copy_bytes(address + turn * width, given[rank] + turn * width, count)
+
+    def read(turn: int, index: int) -> None:
+        source = channel.slot_address[root] + index * SLOT + rank * width
+        copy_bytes(address + turn * width, source, min(width, total - turn * width))
+
+    steps, signature = max(1, -(-total // width)), sign("scatter", root=root, num_bytes=total)
+    if rank == root:
+        return keeping((out, parts), staged(channel, signature, steps, fill, None, ()))
+    return keeping(out, staged(channel, signature, steps, None, read, (root,)))
+
+
+def all_to_all(channel: Channel, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> Steps:
+    """`outs[r]` becomes rank r's `ins[rank]`. Sizes may differ from pair to pair; the two ends of a pair must agree."""
+    size, rank = channel.size, channel.rank
+    table = -(-8 * size // ALIGN) * ALIGN  # bytes at the end of the first slot: how much this rank sends to each
+    width = (SLOT - table) // size // ALIGN * ALIGN
+    sends, receives = [x.nbytes for x in ins], [x.nbytes for x in outs]
+    out_at, in_at = [x.data_ptr() for x in outs], [x.data_ptr() for x in ins]
+    longs = [segment.longs for segment in channel.segments]
+
+    def fill(turn: int, slot: int) -> None:
+        for peer in channel.others:
+            count = min(width, sends[peer] - turn * width)
+            if count > 0:
+                copy_bytes(slot + peer * width, in_at[peer] + turn * width, count)
+
+    def read(turn: int, index: int) -> None:
+        for source in channel.others:
+            count = min(width, receives[source] - turn * width)
+            if count > 0:
+                base = channel.slot_address[source] + index * SLOT + rank * width
+                copy_bytes(out_at[source] + turn * width, base, count)
+
+    first = channel.step
+    channel.step = first + 1
+    channel.begin(sign("all_to_all"))
+    yield from channel.room(first)
+    index = first % DEPTH
+    at = (channel.layout.slots_bytes + (index + 1) * SLOT - table) // 8
+    for peer in range(size):
+        longs[rank][at + peer] = sends[peer]
+    fill(0, channel.slot_address[rank] + index * SLOT)
+    channel.post(first)
+    copy_bytes(out_at[rank], in_at[rank], min(sends[rank], receives[rank]))
+    yield from channel.posted(first, channel.others)
+    channel.compare(channel.others)
+    sent = [[longs[r][at + peer] for peer in range(size)] for r in range(size)]
+    for source in range(size):
+        if sent[source][rank] != receives[source]:
+            raise MismatchError(
+                f"rank {channel.ranks[source]} sends {sent[source][rank]} bytes to rank {channel.ranks[rank]}, which "
+                f"expects {receives[source]}; make the splits agree"
+            )
+    steps = max(1, *(-(-count // width) for row in sent for count in row))  # the largest pair's: equal on all ranks
+    channel.step = first + steps
+    for turn in range(1, steps + 1):
+        if turn < steps:
+            yield from channel.room(first + turn)
+            fill(turn, channel.slot_address[rank] + (first + turn) % DEPTH * SLOT)
+            channel.post(first + turn)
+        if turn > 1:
+            yield from channel.posted(first + turn - 1, channel.others)
+        read(turn - 1, (first + turn - 1) % DEPTH)
+        channel.done(first + turn - 1)

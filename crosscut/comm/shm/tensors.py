@@ -1,0 +1,111 @@
+"""From torch.distributed's arguments to what the channel moves: flat contiguous tensors and names of reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from crosscut.comm.shm import reduce
+from crosscut.comm.shm.operation import Steps
+
+Tensor = torch.Tensor
+_TYPE: Any = dist.ReduceOp.RedOpType
+_OPS = {
+    _TYPE.SUM: "sum",
+    _TYPE.AVG: "avg",
+    _TYPE.PRODUCT: "prod",
+    _TYPE.MIN: "min",
+    _TYPE.MAX: "max",
+    _TYPE.BAND: "band",
+    _TYPE.BOR: "bor",
+    _TYPE.BXOR: "bxor",
+}
+
+
+def listed(tensors: Any) -> list[Tensor]:
+    """One tensor or several, as a list."""
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def lists(tensors: Any) -> list[Sequence[Tensor]]:
+    """One list of tensors or several, as a list of lists."""
+    return [tensors] if tensors and isinstance(tensors[0], Tensor) else list(tensors)
+
+
+def served(tensors: Sequence[Tensor]) -> bool:
+    """Whether shared memory can serve them: dense CPU tensors."""
+    return all(x.layout == torch.strided and x.device.type == "cpu" for x in tensors)
+
+
+def reduction(opts: Any) -> tuple[str, Any]:
+    """The name of a reduction, and the factor of PREMUL_SUM (None else)."""
+    op = getattr(opts, "reduceOp", opts)
+    if op is None:
+        return "sum", None
+    kind = getattr(op, "op", op)
+    if kind == _TYPE.PREMUL_SUM:
+        return "sum", op.__getstate__()[1]
+    return _OPS[kind], None
+
+
+def check_reduction(name: str, op: str, x: Tensor) -> None:
+    """Raise ValueError, with the call's name, unless the reduction is defined for the tensor's dtype."""
+    try:
+        reduce.check(op, x.dtype)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def flat(x: Tensor) -> Tensor:
+    """The values of a tensor, flat, contiguous and detached; its own memory if that is so already."""
+    x = x.detach()
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    out = x.contiguous().view(-1)
+    return out if out.stride(0) == 1 else out.as_strided((out.numel(),), (1,))
+
+
+def writable(x: Tensor, read: bool) -> tuple[Tensor, Callable[[], None] | None]:
+    """Flat contiguous memory to write `x`'s new values to, and what puts them in place afterwards (None: they are).
+
+    read: the memory must hold the present values.
+    """
+    if x.is_contiguous() and not x.is_conj() and not x.is_neg():
+        return flat(x), None
+    wire = flat(x).clone() if read else torch.empty(x.numel(), dtype=x.dtype)
+    target = x.detach()
+
+    def after() -> None:
+        target.copy_(wire.view(target.shape))
+
+    return wire, after
+
+
+def all_writable(tensors: list[Tensor]) -> tuple[list[Tensor], Callable[[], None] | None]:
+    """`_writable` of several."""
+    pairs = [writable(x, read=False) for x in tensors]
+    steps = [after for _, after in pairs if after is not None]
+
+    def after_all() -> None:
+        for after in steps:
+            after()
+
+    return [wire for wire, _ in pairs], after_all if steps else None
+
+
+def rows(flat: Tensor, size: int) -> list[Tensor]:
+    """A flat tensor in equal parts, one a rank."""
+    return list(flat.view(size, -1).unbind(0)) if flat.numel() else [flat] * size
+
+
+def then(steps: Steps, after: Callable[[], None] | None) -> Steps:
+    """The steps of a call, and what is to be done when they are over."""
+    return steps if after is None else _in_turn(steps, after)
+
+
+def _in_turn(steps: Steps, after: Callable[[], None]) -> Steps:
+    yield from steps
+    after()
