@@ -12,8 +12,10 @@ TOURS = {  # name -> (default world size, what it shows)
     "dp": (4, "data parallelism: each rank takes its rows of the batch"),
     "tp": (4, "tensor parallelism: each rank holds a part of every weight"),
     "pp": (2, "pipeline parallelism: each rank holds some of the layers"),
+    "algorithms": (4, "collectives by hand: who sends what in each step; then a name, such as ring"),
 }
-OPTIONS = {"form": "tp", "schedule": "pp", "micro_batches": "pp"}  # flag -> the tour that it belongs to
+PARALLEL = ("form", "schedule", "micro_batches")
+OPTIONS = {"form": "tp", "schedule": "pp", "micro_batches": "pp", "op": "algorithms", "hosts": "algorithms"}
 MAX_WORLD_SIZE = 16
 
 
@@ -27,6 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         + ". Without a name: lists them.",
     )
     parser.add_argument("name", nargs="?", metavar="|".join(TOURS), help="which tour")
+    parser.add_argument("algorithm", nargs="?", metavar="ALGORITHM", help="algorithms: which one; without: lists them")
     parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks (default 4; pp: 2)")
     parser.add_argument(
         "--backend",
@@ -37,6 +40,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--form", choices=("gather", "pairs"), help="tp: gather every layer (default), or pairs")
     parser.add_argument("--schedule", metavar="NAME", help="pp: 1f1b (default) or gpipe")
     parser.add_argument("--micro-batches", type=int, metavar="N", help="pp: micro-batches (default 4)")
+    parser.add_argument("--op", metavar="OP", help="algorithms: the operation, such as all_reduce or all_gather")
+    parser.add_argument("--hosts", type=int, metavar="K", help="algorithms hierarchical: number of hosts (default 2)")
     add_json_argument(parser)
 
 
@@ -56,6 +61,10 @@ def run(args: argparse.Namespace) -> int:
     for option, tour in OPTIONS.items():
         if getattr(args, option) is not None and args.name != tour:
             raise ValueError(f"--{option.replace('_', '-')} goes with tour {tour}, not with {args.name}")
+    if args.algorithm is not None and args.name != "algorithms":
+        raise ValueError(f"{args.algorithm!r} after {args.name}: only the tour algorithms takes a second name")
+    if args.name == "algorithms":
+        return _algorithms(world_size, args)
     return _collectives(world_size, args) if args.name == "collectives" else _parallel(world_size, args)
 
 
@@ -77,10 +86,29 @@ def _parallel(world_size: int, args: argparse.Namespace) -> int:
 
     from crosscut.tour import parallel, show_parallel
 
-    options = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
+    options = {name: getattr(args, name) for name in PARALLEL if getattr(args, name) is not None}
     step = parallel.run(args.name, world_size, args.backend, **options)
     if args.json:
         write_json(args.json, f"crosscut.tour.{args.name}", parallel.to_json(step))
     if args.json != "-":
         show_parallel.step(step, Console(highlight=False))
     return 0 if step.is_equal else 1
+
+
+def _algorithms(world_size: int, args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from crosscut.tour import algorithms, show_algorithms
+
+    console = Console(highlight=False)
+    if args.algorithm is None:
+        if args.json or args.op or args.hosts:
+            raise ValueError(f"say which algorithm: crosscut tour algorithms {' | '.join(algorithms.names(args.op))}")
+        show_algorithms.overview(world_size, console)
+        return 0
+    tour = algorithms.run(args.algorithm, world_size, args.backend, op=args.op, hosts=args.hosts)
+    if args.json:
+        write_json(args.json, "crosscut.tour.algorithms", algorithms.to_json(tour))
+    if args.json != "-":
+        show_algorithms.algorithm(tour, console)
+    return 0 if tour.is_equal else 1

@@ -113,7 +113,7 @@ def test_the_command_prints_and_writes(capsys, tmp_path):
     ("words", "message"),
     [
         (["colectives"], "unknown tour 'colectives'; did you mean 'collectives'?"),
-        (["zzz"], "unknown tour 'zzz'; tours: collectives, dp, tp, pp"),
+        (["zzz"], "unknown tour 'zzz'; tours: collectives, dp, tp, pp, algorithms"),
         (["collectives", "--world-size", "0"], "--world-size 0: a tour takes 1 to 16 ranks"),
         (["dp", "--world-size", "17"], "--world-size 17: a tour takes 1 to 16 ranks"),
     ],
@@ -125,4 +125,5 @@ def test_bad_usage(words, message, capsys):
 
 def test_without_a_name_the_tours_are_listed(capsys):
     assert main(["tour"]) == 0
-    assert [line.split()[2] for line in capsys.readouterr().out.splitlines()] == ["collectives", "dp", "tp", "pp"]
+    names = [line.split()[2] for line in capsys.readouterr().out.splitlines()]
+    assert names == ["collectives", "dp", "tp", "pp", "algorithms"]

@@ -41,13 +41,13 @@ def all_reduce(
 
     def steps(wire: Wire, x: Tensor) -> None:
         host = next(ranks for ranks in lists if wire.rank in ranks)
-        inside = wire.part(host, "inside, ")
+        inside = wire.part(host, "inside, {}")
         num_pieces = min(map(len, lists))
         # The ranks beyond the smallest host's number get empty pieces: the ring goes through them all the same.
         cuts = bounds(x.numel(), num_pieces) + [x.numel()] * (len(host) - num_pieces)
         reduce_steps(inside, x, cuts, op)
         if inside.rank < num_pieces:
-            across = wire.part([ranks[inside.rank] for ranks in lists], f"across, of piece {inside.rank} ")
+            across = wire.part([ranks[inside.rank] for ranks in lists], f"across, {{}} of piece {inside.rank}")
             piece = x[cuts[inside.rank] : cuts[inside.rank + 1]]
             reduce_steps(across, piece, bounds(piece.numel(), across.size), op)
             gather_steps(across, piece, bounds(piece.numel(), across.size))

@@ -29,8 +29,10 @@ class Wire:
     Empty messages are not sent: sender and receiver both know their length. `what` names a message for who watches.
     """
 
-    def __init__(self, group: Group, tag: str, kind: str, ranks: Sequence[int] | None = None, prefix: str = "") -> None:
-        self._group, self._tag, self._kind, self._prefix = group, tag, kind, prefix
+    def __init__(
+        self, group: Group, tag: str, kind: str, ranks: Sequence[int] | None = None, naming: str = "{}"
+    ) -> None:
+        self._group, self._tag, self._kind, self._naming = group, tag, kind, naming
         self.ranks = tuple(range(group.size)) if ranks is None else tuple(ranks)
         self.rank = self.ranks.index(group.rank) if group.rank in self.ranks else -1
 
@@ -39,9 +41,10 @@ class Wire:
         """The number of ranks."""
         return len(self.ranks)
 
-    def part(self, ranks: Sequence[int], prefix: str = "") -> Wire:
-        """A wire among some of the ranks. `prefix` goes before the names of its messages."""
-        return Wire(self._group, self._tag, self._kind, [self.ranks[r] for r in ranks], self._prefix + prefix)
+    def part(self, ranks: Sequence[int], naming: str = "{}") -> Wire:
+        """A wire among some of the ranks. `naming`: of its messages, {} being what their sender says."""
+        naming = self._naming.replace("{}", naming)
+        return Wire(self._group, self._tag, self._kind, [self.ranks[r] for r in ranks], naming)
 
     def send(self, x: Tensor, dst: int, what: str) -> None:
         """Send `x`; returns when it may be changed."""
@@ -68,7 +71,7 @@ class Wire:
 
     def _note(self, what: str) -> None:
         if isinstance(self._group, Recorder):
-            self._group.note(self._prefix + what)
+            self._group.note(self._naming.replace("{}", what))
 
 
 def combine(op: str, lower: Tensor, higher: Tensor, out: Tensor) -> None:
