@@ -35,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--steps", metavar="N", help="optimizer steps in all")
     group.add_argument("--seed", metavar="N", help="of weights and data order")
     group.add_argument("--deterministic", action="store_const", const=True, help="only deterministic algorithms")
-    group.add_argument("--backend", metavar="NAME", help="nccl, gloo or threads (default: what fits this machine)")
+    group.add_argument("--backend", metavar="NAME", help="nccl, shm, gloo or threads (default: what fits this machine)")
     group.add_argument("--device", metavar="NAME", help="cpu or cuda")
     group.add_argument("--resume", metavar="RUN|latest|auto", help="go on with a run, under this or any other layout")
     group.add_argument("--overwrite", action="store_const", const=True, help="replace an existing run folder")

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-BACKENDS = ("threads", "gloo", "nccl")
+from crosscut.comm.shm import platform as shm_platform
+
+BACKENDS = ("threads", "shm", "gloo", "nccl")
 
 
 @dataclass(frozen=True)
@@ -20,8 +22,11 @@ class Choice:
     why: str
 
 
-def choose_backend(backend: str | None, device: str | None, local_world_size: int) -> Choice:
-    """The back end that was asked for, checked, or the default: NCCL with GPUs, else Gloo.
+def choose_backend(
+    backend: str | None, device: str | None, local_world_size: int, world_size: int | None = None
+) -> Choice:
+    """The back end that was asked for, checked, or the default: NCCL with GPUs, shared memory if all ranks are on this
+    host and it can, else Gloo. `world_size`: of all hosts, if there may be others.
 
     Raises ValueError for an unknown one, for one that this machine cannot run, and for more ranks than GPUs: ranks are
     never moved to the CPU unless `device="cpu"` says so.
@@ -35,13 +40,26 @@ def choose_backend(backend: str | None, device: str | None, local_world_size: in
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "cuda" and not gpus:
         raise ValueError("device='cuda', but torch sees no GPU here; use device='cpu'")
-    if backend in ("threads", "gloo"):
+    elsewhere = world_size is not None and world_size != local_world_size
+    if backend == "shm":
+        shm_platform.require()
+        if elsewhere:
+            raise ValueError(
+                f"backend='shm' with {local_world_size} of {world_size} ranks on this host, and shared memory does not "
+                f"leave it; use backend='gloo'"
+            )
+    if backend in ("threads", "shm", "gloo"):
         if device == "cuda":
             raise ValueError(f"device='cuda' with backend={backend!r}, which runs on the CPU; use backend='nccl'")
         return Choice(backend, "cpu", f"backend={backend!r} was asked for")
     if backend is None and (device == "cpu" or not gpus):
         said = "device='cpu' was asked for" if device == "cpu" else "torch sees no GPU here"
-        return Choice("gloo", "cpu", said)
+        if elsewhere:
+            return Choice("gloo", "cpu", f"{said}, and there are ranks on other hosts")
+        reason = shm_platform.why_not()
+        if reason is not None:
+            return Choice("gloo", "cpu", f"{said}, and shm cannot run: {reason}")
+        return Choice("shm", "cpu", f"{said}, and all ranks are on this host")
     if device == "cpu":
         raise ValueError("backend='nccl' with device='cpu': NCCL runs on GPUs only; use backend='gloo'")
     if not gpus:

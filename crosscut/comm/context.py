@@ -25,9 +25,9 @@ Axes = str | Sequence[str]
 class Context:
     """One rank of a running world.
 
-    rank, world_size, local_rank; device; backend ("threads", "gloo", "nccl") and backend_why; threads (of torch, this
-    rank) and threads_why; world: the `Group` of all ranks; ledger: what this rank has communicated; mesh: None until
-    `set_mesh`.
+    rank, world_size, local_rank; device; backend ("threads", "shm", "gloo", "nccl") and backend_why; threads (of torch,
+    this rank) and threads_why; world: the `Group` of all ranks; ledger: what this rank has communicated; mesh: None
+    until `set_mesh`.
     """
 
     def __init__(

@@ -31,7 +31,8 @@ def spawn(
 
     world_size: the number of ranks; by default WORLD_SIZE from the environment, else the number of GPUs.
     backend: "threads" (all ranks in this process, in lockstep: deterministic, for debuggers, notebooks and tests),
-    "gloo" (processes, CPU) or "nccl" (processes, one GPU each); by default nccl with GPUs, else gloo.
+    "shm" (processes of one Linux x86-64 host, shared memory), "gloo" (processes, CPU) or "nccl" (processes, one GPU
+    each); by default nccl with GPUs, else shm where it can run, else gloo.
     device: "cpu" keeps off the GPUs. timeout_s: how long a rank may keep the others waiting.
 
     Processes need a function that they can import, and arguments and values that can be pickled; each gets copies. A
@@ -62,10 +63,11 @@ def spawn(
                 f"world_size={world_size}, but this process was started as one of WORLD_SIZE={place.world_size} "
                 f"ranks; make them equal (torchrun --nproc-per-node {world_size}), or leave world_size out"
             )
-        return _run_here(fn, args, kwargs, place, choose_backend(backend, device, place.local_world_size), timeout_s)
+        choice = choose_backend(backend, device, place.local_world_size, place.world_size)
+        return _run_here(fn, args, kwargs, place, choice, timeout_s)
     if world_size is None:
         world_size = _said_by_environment()
-    if world_size is None and device != "cpu" and backend != "gloo" and torch.cuda.is_available():
+    if world_size is None and device != "cpu" and backend not in ("gloo", "shm") and torch.cuda.is_available():
         world_size = torch.cuda.device_count()
     size = _check_size(world_size)
     choice = choose_backend(backend, device, size)

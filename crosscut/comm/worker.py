@@ -24,6 +24,7 @@ from crosscut.comm.context import Context
 from crosscut.comm.errors import PeerError, one_line
 from crosscut.comm.launched import Launched, launched
 from crosscut.comm.outcome import describe_failure
+from crosscut.comm.shm.register import register_shm
 
 _PEER_GRACE_S = 3.0  # a rank stopped by another's end lets that end be seen first
 
@@ -47,6 +48,8 @@ def join_world(place: Launched, choice: Choice, timeout_s: float) -> Context:
     threads, threads_why = choose_threads(place.local_world_size)
     torch.set_num_threads(threads)
     owns = not dist.is_initialized()
+    if choice.backend == "shm":
+        register_shm()
     if owns:
         dist.init_process_group(
             choice.backend,

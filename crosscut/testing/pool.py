@@ -1,4 +1,4 @@
-"""A warm pool of Gloo worker processes for tests: a process costs seconds to start, a job on a warm one milliseconds.
+"""A warm pool of worker processes for tests: a process costs seconds to start, a job on a warm one milliseconds.
 
     pool = WorkerPool()
     values = pool.run(fn, 3, world_size=2)        # fn(ctx, 3) on two processes: like crosscut.spawn
@@ -28,6 +28,7 @@ from crosscut.comm.backends.torchdist import TorchWorld
 from crosscut.comm.context import Context
 from crosscut.comm.errors import StuckError, ranks_text
 from crosscut.comm.outcome import End, Failure, describe_failure, settle
+from crosscut.comm.shm.register import register_shm
 from crosscut.comm.worker import die_with_parent, pickle_value, run_rank
 
 _START_S = 120.0  # how long a worker gets to start
@@ -49,9 +50,16 @@ class WorkerPool:
         atexit.register(self.close)
 
     def run(
-        self, fn: Callable[..., Any], *args: Any, world_size: int = 2, timeout_s: float = 60.0, **kwargs: Any
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        world_size: int = 2,
+        backend: str = "gloo",
+        timeout_s: float = 60.0,
+        **kwargs: Any,
     ) -> list[Any]:
-        """`fn(ctx, *args, **kwargs)` on `world_size` warm processes; their values, or the first real error.
+        """`fn(ctx, *args, **kwargs)` on `world_size` warm processes; their values, or the first real error. backend:
+        "gloo" or "shm".
 
         Raises ValueError for a world larger than the pool; what `crosscut.spawn` raises when a rank fails.
         """
@@ -61,7 +69,7 @@ class WorkerPool:
         self._start(world_size)
         self._job += 1
         for rank, (_, connection) in enumerate(self._workers[:world_size]):
-            connection.send((self._job, rank, world_size, timeout_s, sys.path, call))
+            connection.send((self._job, rank, world_size, backend, timeout_s, sys.path, call))
         ends = self._collect(world_size, timeout_s)
         if not all(end.returned or end.failure is not None for end in ends):
             self.close()  # somebody died or is stuck: start afresh next time
@@ -130,7 +138,7 @@ def _serve(connection: Connection, port: int, parent: int) -> None:
     connection.send("ready")
     while True:
         try:
-            job, rank, size, timeout_s, path, call = connection.recv()
+            job, rank, size, backend, timeout_s, path, call = connection.recv()
         except (EOFError, OSError):
             return
         sys.path[:] = path
@@ -140,8 +148,10 @@ def _serve(connection: Connection, port: int, parent: int) -> None:
             store = dist.PrefixStore(f"job-{job}", dist.TCPStore("127.0.0.1", port, is_master=False))
             timeout = datetime.timedelta(seconds=timeout_s)
             fn, args, kwargs = pickle.loads(call)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-            world = TorchWorld("gloo", torch.device("cpu"), timeout_s)
+            if backend == "shm":
+                register_shm()
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+            world = TorchWorld(backend, torch.device("cpu"), timeout_s)
             ctx = Context(world, backend_why="the test pool", threads=1, threads_why="the test pool")
             outcome = pickle_value(rank, run_rank(ctx, fn, args, kwargs))
         except BaseException as error:

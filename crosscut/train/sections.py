@@ -79,7 +79,7 @@ class RunSection:
     save_every: int = key(200, least=0)  # steps; 0: only at the end
     resume: str | None = None  # a run folder, a checkpoint folder, "latest" or "auto"
     overwrite: bool = False
-    backend: str | None = None  # nccl, gloo, threads; None: what fits the machine
+    backend: str | None = None  # nccl, shm, gloo, threads; None: what fits the machine
     device: str | None = None  # cpu, cuda; None: what the back end uses
     threads: int = key(0, least=0)  # CPU threads a rank; 0: the cores shared out
     timeout_s: float = key(600.0, above=0)

@@ -239,7 +239,8 @@ def test_gpus_are_used_or_it_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_backend(None, None, 2).backend == "nccl"
     assert "2 GPU" in choose_backend(None, None, 2).why
-    assert choose_backend(None, "cpu", 4).backend == "gloo"
+    assert choose_backend(None, "cpu", 4).backend == "shm"
+    assert choose_backend(None, "cpu", 4, world_size=8).backend == "gloo"  # shared memory does not leave the host
     assert choose_backend("gloo", None, 4).device == "cpu"
     value_error("4 ranks on this host need 4 GPUs, it has 2.*device='cpu'", spawned.total, 1, world_size=4)
     for backend in ("gloo", "threads"):

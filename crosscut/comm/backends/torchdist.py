@@ -1,4 +1,5 @@
-"""The `gloo` and `nccl` back ends: ranks are processes under torch.distributed.
+"""The `gloo` and `nccl` back ends: ranks are processes under torch.distributed. (So they are with `shm`, whose groups
+then talk without torch: `crosscut.comm.backends.shm`.)
 
 What Gloo gets wrong or lacks is replaced here or before: dtypes it does not know travel as bytes, 16-bit floats are
 summed in float32 (`crosscut.comm.dtypes`), empty tensors do not travel at all (it divides by their size), and its
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from crosscut.comm.backends.base import Work
+from crosscut.comm.backends.base import Backend, Work
 from crosscut.comm.call import Call
 from crosscut.comm.errors import PeerError, StuckError, one_line
 
@@ -41,13 +42,13 @@ class TorchWorld:
         self.device = device
         self._timeout_s = timeout_s
         self._owns = owns
-        self._made: dict[tuple[tuple[tuple[int, ...], ...], int], TorchGroup | None] = {}
+        self._made: dict[tuple[tuple[tuple[int, ...], ...], int], Backend | None] = {}
         self._own_groups: list[Any] = []  # made by new_group, in that order
 
-    def group(self, partition: tuple[tuple[int, ...], ...], channel: int = 0) -> TorchGroup | None:
+    def group(self, partition: tuple[tuple[int, ...], ...], channel: int = 0) -> Backend | None:
         key = (partition, channel)
         if key not in self._made:
-            mine = None
+            mine: Backend | None = None
             for ranks in partition:  # every rank makes every group, its own or not: torch requires it
                 if len(ranks) == self.size and channel == 0:
                     made: Any = dist.group.WORLD
@@ -56,9 +57,16 @@ class TorchWorld:
                     if self.rank in ranks:
                         self._own_groups.append(made)
                 if self.rank in ranks:
-                    mine = TorchGroup(self, made, ranks)
+                    mine = self._transport(made, ranks)
             self._made[key] = mine
         return self._made[key]
+
+    def _transport(self, made: Any, ranks: tuple[int, ...]) -> Backend:
+        if self.name != "shm":
+            return TorchGroup(self, made, ranks)
+        from crosscut.comm.backends.shm import ShmGroup  # here, since other platforms cannot import it
+
+        return ShmGroup(made.channel)
 
     def claim(self, module: torch.nn.Module) -> None:
         """Nothing to do: processes share no modules."""

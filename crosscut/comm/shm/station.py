@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     from crosscut.comm.shm.operation import Operation
 
 _SLEEP_S = 0.05
-_LOOKS = 40  # before the first look at the clock
-_SPIN_S = 100e-6
-_YIELDS_WHEN_CROWDED = 4
+_LOOKS = 8  # between looks at the clock
+_SPIN_S, _SPIN_MIN_S = 100e-6, 2e-6
+_PROBE = 16
 
 
 class Station:
@@ -50,6 +50,8 @@ class Station:
         self.channels: set[Channel] = set()
         self.crowded = False  # more ranks than cores: spinning would take the core from whom one waits for
         self._sleepers = 0
+        self._spin_s = _SPIN_S
+        self._waits = 0
         self._cores = len(os.sched_getaffinity(0))
 
     def join(self, channel: Channel) -> None:
@@ -95,22 +97,25 @@ class Station:
             time.sleep(pause_s)
 
     def _spin(self, operation: Operation) -> bool:
-        """Look again and again for a short while. True if something moved."""
-        looks = 2 if self.crowded else _LOOKS
-        for _ in range(looks):
+        """Look again and again for a short while. True if something moved.
+
+        How long adapts: spinning that has led to nothing is halved, since then the peers are busy, or want this core;
+        now and then it is tried in full.
+        """
+        for _ in range(2 if self.crowded else _LOOKS):
             if self.progress() or operation.finished:
                 return True
         if self.crowded:
-            for _ in range(_YIELDS_WHEN_CROWDED):
-                os.sched_yield()
-                if self.progress() or operation.finished:
-                    return True
             return False
-        end = time.perf_counter() + _SPIN_S
+        self._waits += 1
+        limit = _SPIN_S if self._waits % _PROBE == 0 else self._spin_s
+        end = time.perf_counter() + limit
         while time.perf_counter() < end:
-            os.sched_yield()
-            if self.progress() or operation.finished:
-                return True
+            for _ in range(_LOOKS):
+                if self.progress() or operation.finished:
+                    self._spin_s = _SPIN_S
+                    return True
+        self._spin_s = max(_SPIN_MIN_S, limit / 2)
         return False
 
     def _sleep(self, operation: Operation) -> None:
