@@ -121,7 +121,7 @@ def test_the_command_as_json(capsys):
 
 def test_the_command_prints_and_writes(capsys, tmp_path):
     assert main(["tour", "algorithms", "hierarchical", "--hosts", "2", "--json", str(tmp_path / "t.json")]) == 0
-    assert "across, piece 0 of piece 1" in capsys.readouterr().out
+    assert "across, piece 0 of 1" in capsys.readouterr().out
     assert json.loads((tmp_path / "t.json").read_text())["hosts"] == [[0, 1], [2, 3]]
 
 

@@ -47,7 +47,7 @@ def all_reduce(
         cuts = bounds(x.numel(), num_pieces) + [x.numel()] * (len(host) - num_pieces)
         reduce_steps(inside, x, cuts, op)
         if inside.rank < num_pieces:
-            across = wire.part([ranks[inside.rank] for ranks in lists], f"across, {{}} of piece {inside.rank}")
+            across = wire.part([ranks[inside.rank] for ranks in lists], f"across, {{}} of {inside.rank}")
             piece = x[cuts[inside.rank] : cuts[inside.rank + 1]]
             reduce_steps(across, piece, bounds(piece.numel(), across.size), op)
             gather_steps(across, piece, bounds(piece.numel(), across.size))
