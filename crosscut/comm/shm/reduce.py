@@ -81,7 +81,9 @@ def fold(op: str, parts: Sequence[Tensor], out: Tensor, scratch: Tensor) -> None
         _fold_unsigned(op, parts, out)
         return
     function = _TORCH[op]
-    if size == 2:
+    if size == 1:
+        out.copy_(parts[0])
+    elif size == 2:
         function(parts[0], parts[1], out=out)
     else:
         # Where `out` is a later part it must not be overwritten before its turn.
