@@ -46,7 +46,8 @@ def parameters(model):
 def whole(model):
     """Parameters of DTensors, put together."""
     return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in model.named_parameters()
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+        for name, p in model.named_parameters()
     }
 
 
@@ -120,7 +121,11 @@ def tensor_parallel(ctx):
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (ctx.world_size // 2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(Block(), Block())
-    plan = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel(output_layouts=Shard(1))}
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
     for block in model:
         parallelize_module(block, mesh["tp"], plan)
         fully_shard(block, mesh=mesh["dp"])

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-
 from comm.data import make, same
+
 from crosscut.comm.shm.layout import PART, PARTS
 
 
@@ -127,7 +127,11 @@ def test_any_source_and_oneself(shm):
 
 def batches(ctx):
     n, rank = ctx.world_size, ctx.rank
-    x, before, after = make(rank, (9,), torch.int64), torch.empty(9, dtype=torch.int64), torch.empty(9, dtype=torch.int64)
+    x, before, after = (
+        make(rank, (9,), torch.int64),
+        torch.empty(9, dtype=torch.int64),
+        torch.empty(9, dtype=torch.int64),
+    )
     ops = [
         dist.P2POp(dist.isend, x, (rank + 1) % n),
         dist.P2POp(dist.isend, x + 1, (rank - 1) % n),

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
-
 from comm.data import make, reduce, same, small, strided
+
 from crosscut.comm.dtypes import flat
 from crosscut.comm.shm.layout import SLOT
 
@@ -29,7 +29,9 @@ def forms(x):
 def moved(rank, shape, dtype):
     """Data of any dtype, also of those torch cannot compute with."""
     if dtype in (torch.float8_e5m2, torch.uint32):
-        return make(rank, shape, torch.int64).abs().to(torch.float32 if dtype.is_floating_point else torch.int64).to(dtype)
+        return (
+            make(rank, shape, torch.int64).abs().to(torch.float32 if dtype.is_floating_point else torch.int64).to(dtype)
+        )
     return make(rank, shape, dtype)
 
 
@@ -44,7 +46,7 @@ def moves(ctx):
     n, rank = ctx.world_size, ctx.rank
     for dtype in MOVED:
         for shape in SHAPES:
-            mine = [form for form in forms(moved(rank, shape, dtype))]
+            mine = list(forms(moved(rank, shape, dtype)))
             every = [moved(r, shape, dtype) for r in range(n)]
             root = (len(shape) + n - 1) % n
             for x in mine:
@@ -108,7 +110,9 @@ def reductions(ctx):
                 for x in forms(data[rank]):
                     dist.reduce(x, root, op)
                     same(x, expected if rank == root else data[rank])
-                blocks = [[(small if name == "prod" else make)(r + s, shape, dtype) for s in range(n)] for r in range(n)]
+                blocks = [
+                    [(small if name == "prod" else make)(r + s, shape, dtype) for s in range(n)] for r in range(n)
+                ]
                 out = strided(torch.zeros(shape, dtype=dtype))
                 dist.reduce_scatter(out, blocks[rank], op)
                 same(out, reduce(name, [blocks[r][rank] for r in range(n)]))
@@ -200,7 +204,7 @@ def other_operations(ctx):
     dist.all_reduce(z)
     assert z.tolist() == [complex(n, 2 * n), complex(n * (n - 1) / 2, -n * (n - 1) / 2)]
     for op, x in [(dist.ReduceOp.BOR, torch.ones(2)), (dist.ReduceOp.AVG, torch.tensor([True]))]:
-        with pytest.raises(ValueError, match="all_reduce: op=.* is not defined on torch"):
+        with pytest.raises(ValueError, match=r"all_reduce: op=.* is not defined on torch"):
             dist.all_reduce(x, op)
 
 
@@ -298,9 +302,15 @@ def functional(ctx):
         (fc.all_to_all_single(x, None, None, group), torch.cat([e[2 * rank : 2 * rank + 2] for e in every])),
     ]
     results += list(
-        zip(fc.all_reduce_coalesced([x, x + 1], "sum", group), [total, reduce("sum", [e + 1 for e in every])], strict=True)
+        zip(
+            fc.all_reduce_coalesced([x, x + 1], "sum", group),
+            [total, reduce("sum", [e + 1 for e in every])],
+            strict=True,
+        )
     )
-    results += list(zip(fc.all_gather_into_tensor_coalesced([x, 2 * x], group), [torch.cat(every)] * 2, strict=True))[:1]
+    results += list(zip(fc.all_gather_into_tensor_coalesced([x, 2 * x], group), [torch.cat(every)] * 2, strict=True))[
+        :1
+    ]
     results += [
         (fc.reduce_scatter_tensor_coalesced([x, x], "sum", [0, 0], group)[1], total.chunk(n)[rank]),
         (fc.permute_tensor(x.view(-1), [(r + 1) % n for r in range(n)], group), every[rank - 1].view(-1)),
@@ -351,11 +361,15 @@ def test_objects(shm):
 def wrong(ctx):
     n = ctx.world_size
     for text, call in {
-        "1 tensors for 2 ranks": lambda: dist.distributed_c10d._get_default_group().allgather([[torch.ones(2)]], [torch.ones(2)]),
+        "1 tensors for 2 ranks": lambda: dist.distributed_c10d._get_default_group().allgather(
+            [[torch.ones(2)]], [torch.ones(2)]
+        ),
         "tensor 0 is torch.float32 .3,.*make them equal": lambda: dist.all_gather([torch.ones(3)] * n, torch.ones(2)),
         "output must be 2 times the input": lambda: gather_into(torch.ones(3), torch.ones(2)),
         "input must be 2 times the output": lambda: scatter_from(torch.ones(2), torch.ones(3)),
-        "3 rows of the output, which 2 ranks do not divide": lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3)),
+        "3 rows of the output, which 2 ranks do not divide": lambda: dist.all_to_all_single(
+            torch.ones(3), torch.ones(3)
+        ),
         "input splits .1, 1. for 3 rows": lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3), [1, 2], [1, 1]),
     }.items():
         with pytest.raises(ValueError, match=text):

@@ -78,6 +78,9 @@ class TorchWorld:
         for group in self._made.values():
             if group is not None:
                 group.destroy()
+        if failed and self.name == "shm":  # a group would first finish what is under way: peers may never come
+            for made in [*self._own_groups, *([dist.group.WORLD] if self._owns else [])]:
+                made.abort()
         for made in reversed(self._own_groups):
             dist.destroy_process_group(made)
         self._own_groups.clear()

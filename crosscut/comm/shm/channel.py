@@ -14,6 +14,7 @@ of earlier calls that it had no reason to wait for, so that ranks that call diff
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -43,7 +44,7 @@ from crosscut.comm.shm.operation import Label, Need, Operation, Steps
 from crosscut.comm.shm.rendezvous import meet
 
 _MASK = 0xFFFFFFFF
-_FLUSH_S = 30.0
+_FLUSH_S = 10.0
 
 
 class Channel:
@@ -64,6 +65,7 @@ class Channel:
         meeting = meet(store, rank, self.size, timeout_s, self.station.page, self.station.peers)
         self.segments = meeting.segments
         self.peers = meeting.peers
+        self.key = meeting.key
         self.words = self.segments[rank].words
         self.others = tuple(r for r in range(self.size) if r != rank)
         self.other_words = [self.segments[r].words for r in self.others]
@@ -125,7 +127,8 @@ class Channel:
         """Raise what broke the group."""
         error = self.broken
         assert error is not None
-        raise type(error)(str(error)) from error
+        kind = type(error) if isinstance(error, CommError) else CommError
+        raise kind(f"group {self.name} cannot be used any more: {error}") from error
 
     def advance(self) -> None:
         """Run the calls under way as far as they go. The station's lock is held."""
@@ -198,7 +201,10 @@ class Channel:
             peer.ring()
 
     def begin(self, sign: int) -> int:
-        """Leave the signature of a call; returns the call's number."""
+        """Leave the signature of a call; returns the call's number. Raises PeerError if a peer has given up."""
+        for rank, words in zip(self.others, self.other_words, strict=True):
+            if words[STATE] > LEFT:
+                raise PeerError(failing.why(self, rank)[0])
         call = self.calls
         self.calls = call + 1
         longs = self.segments[self.rank].longs
@@ -283,25 +289,30 @@ class Channel:
     def abort(self) -> None:
         """Give up at once: calls under way, here and at the peers, end with PeerError."""
         with self.station.lock:
-            self.fail(PeerError(f"group {self.name} was aborted by this rank"), failing.OTHER, self.rank, ABORTED)
+            if self.broken is None:
+                self.fail(PeerError("this rank has aborted it"), failing.OTHER, self.rank, ABORTED)
             self._leave()
 
     def close(self) -> None:
         """Finish what is under way, as far as the peers do their part, and leave the group."""
-        last = self._queue[-1] if self._queue else None
-        try:
-            for operation in [*self.mail.sends(), *([last] if last is not None else [])]:
+        with contextlib.suppress(CommError):  # nobody waits for it any more
+            for operation in [*self.mail.sends(), *list(self._queue)[-1:]]:
                 operation.timeout_s = min(operation.timeout_s, _FLUSH_S)
                 operation.wait()
-        except CommError:
-            pass  # nobody waits for it any more
         with self.station.lock:
             if self.broken is None:
-                self.fail(CommError(f"group {self.name} was destroyed"), failing.OTHER, self.rank, LEFT)
+                self.fail(CommError("this rank has destroyed it"), failing.OTHER, self.rank, LEFT)
             self._leave()
 
     def _leave(self) -> None:
+        """Let go of all memory, though a user may still hold the group."""
         self.station.leave(self)
+        self.segments, self.peers, self.other_words, self._bells = [], [], [], []
+        self._typed, self._small, self.slot_address = {}, {}, []
+        self.words = memoryview(bytearray(4096)).cast("I")
+        self.mail = Mail(self)
+        if self.broken is not None:
+            self.broken.__traceback__ = None
         stations.close_if_idle(self.station)
 
 

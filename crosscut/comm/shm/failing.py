@@ -48,7 +48,7 @@ def look(channel: Channel, waiting: Operation, expired_s: float | None) -> tuple
         dead += 1
         if need.any_of and dead < len(missing):
             continue
-        text, culprit = _why(channel, rank, state)
+        text, culprit = why(channel, rank)
         return PeerError(f"{waiting.text()}: {text}"), ENDED, culprit
     if expired_s is None or not missing:
         return None
@@ -75,12 +75,13 @@ def _progress_of(channel: Channel, rank: int, waiting: Operation) -> str:
         return f"{who} has not made the matching call"
     theirs = channel.segments[rank].words[CALLS]
     if theirs < channel.calls:
-        return f"{who} has made {theirs} collective calls of this group, this is the {channel.calls}th"
+        return f"{who} has begun {theirs} calls of this group, this is call #{channel.calls}"
     return f"{who} has begun this call but does not go on with it"
 
 
-def _why(channel: Channel, rank: int, state: int) -> tuple[str, int]:
+def why(channel: Channel, rank: int) -> tuple[str, int]:
     """Why a rank will not come, and the rank that is to blame."""
+    state = channel.segments[rank].words[STATE]
     who = _who(channel, rank)
     if state == ABORTED:
         return f"{who} has aborted the group", rank

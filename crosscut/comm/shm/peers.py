@@ -22,9 +22,11 @@ class Page:
         self.pid = os.getpid()
         self.words[PAGE_KEY] = self.key
 
-    def __del__(self) -> None:
-        if hasattr(self, "fd"):
-            os.close(self.fd)
+    def close(self) -> None:
+        """The last group is gone: nobody will open it, or ring."""
+        os.close(self.fd)
+        self.words = memoryview(bytearray(PAGE_BYTES)).cast("I")
+        del self.segment
 
 
 class Peer:

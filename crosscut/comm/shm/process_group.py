@@ -46,6 +46,8 @@ class ShmProcessGroup(_Base):
         super().__init__(rank, len(ranks))
         self._timeout = timeout
         self.channel = Channel(store, rank, ranks, name, timeout.total_seconds())
+        # What an earlier world has left in the store must not be found by the other back ends.
+        store = dist.PrefixStore(f"{self.channel.key:x}", store)
         self.inner: Any = dist.ProcessGroup(store, rank, len(ranks))
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, len(ranks), timeout=timeout)
         gloo._set_sequence_number_for_group()

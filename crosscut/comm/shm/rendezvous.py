@@ -28,6 +28,7 @@ class Meeting:
 
     segments: list[Segment]
     peers: list[Peer]
+    key: int  # the same on all ranks, and of no earlier meeting
 
 
 def meet(store: Any, rank: int, size: int, timeout_s: float, page: Page, known: Peers) -> Meeting:
@@ -76,7 +77,8 @@ def meet(store: Any, rank: int, size: int, timeout_s: float, page: Page, known: 
                 time.sleep(_POLL_S)
     finally:
         os.close(fd)
-    return Meeting([s for s in segments if s is not None], [p for p in peers if p is not None])
+    found = [segment for segment in segments if segment is not None]
+    return Meeting(found, [peer for peer in peers if peer is not None], found[0].longs[SEEN // 2])
 
 
 def _sees(segment: Segment | None, rank: int, key: int) -> bool:

@@ -9,25 +9,39 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import weakref
 
 import torch
 
 _NAME = "crosscut-shm"
+_FAILED = 2**64 - 1
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap = _libc.mmap
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_mmap.restype = ctypes.c_void_p
+_munmap = _libc.munmap
+_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Segment:
     """Mapped shared memory: `words` (32-bit), `longs` (64-bit), `address` of its first byte, `data` (a uint8 tensor).
 
-    All of it stays valid as long as anything refers to it.
+    All of it stays valid as long as anything refers to it, then the memory is unmapped. (Mapped through ctypes, since
+    Python's own mmap keeps a descriptor open for each.)
     """
 
     def __init__(self, fd: int, num_bytes: int) -> None:
-        self._map = mmap.mmap(fd, num_bytes)
-        view = memoryview(self._map)
+        address = _mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, 0)
+        if address in (None, _FAILED):
+            number = ctypes.get_errno()
+            raise OSError(number, f"mmap of {num_bytes} bytes of shared memory: {os.strerror(number)}")
+        memory = (ctypes.c_char * num_bytes).from_address(address)
+        weakref.finalize(memory, _munmap, address, num_bytes).atexit = False
+        view = memoryview(memory).cast("B")
         self.words = view.cast("I")
         self.longs = view.cast("Q")
-        self.data = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.data = torch.frombuffer(memory, dtype=torch.uint8)
+        self.address = int(address)
 
 
 def create(num_bytes: int) -> tuple[Segment, int]:

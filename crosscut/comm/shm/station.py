@@ -168,3 +168,4 @@ def close_if_idle(one: Station) -> None:
     """Let go of the station when its last group is gone."""
     if not one.channels and _stations.get(os.getpid()) is one:
         del _stations[os.getpid()]
+        one.page.close()

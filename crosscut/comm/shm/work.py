@@ -53,16 +53,12 @@ class ShmWork(dist.Work):
         return self._tensors
 
     def get_future(self) -> torch.futures.Future:
-        """A future that is complete. The call is finished first: those who wait for futures (DDP) wait in C++, where
-        nothing would move.
+        """A future that is complete. The call is finished first, and raises here what went wrong: those who use futures
+        (DDP) wait for them in C++, where nothing would move, and where an exception set by Python cannot be read.
         """
+        self.wait()
         future: torch.futures.Future = torch.futures.Future()
-        try:
-            self.wait()
-        except Exception as error:
-            future.set_exception(error)
-        else:
-            future.set_result(self._tensors)
+        future.set_result(self._tensors)
         return future
 
     def _source_rank(self) -> int:
