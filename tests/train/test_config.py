@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from crosscut.layout.layout import Layout
 from crosscut.train import toml
 from crosscut.train.config import load_config
 from crosscut.train.keys import keys_of
+from crosscut.train.model import plan_of
 from crosscut.train.sections import LAYOUT_TABLES, MODEL_KEYS, SECTIONS
 
 CONFIG = """
@@ -171,6 +173,14 @@ def test_a_wrong_file_is_one_line_that_names_it(tmp_path, text, said):
 def test_a_missing_file_is_said():
     with pytest.raises(ValueError, match=r"nowhere\.toml: no such file"):
         load_config("nowhere.toml")
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "configs").glob("*.toml")), ids=lambda p: p.name)
+def test_the_configs_of_the_repository_fit_their_layout(path):
+    config = load_config(path)
+    plan = plan_of(config)
+    assert plan.layout.mesh.world_size == config.layout.mesh.world_size
+    assert "mesh" in config.origins
 
 
 def test_every_key_of_a_model_is_a_key_of_its_section_and_no_section_is_called_like_a_layout_table():
