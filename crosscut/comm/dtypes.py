@@ -43,8 +43,13 @@ def flat(x: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
 
     `copy=True`: never shares memory.
     """
-    x = x.detach().resolve_conj().resolve_neg()
-    out = x.contiguous().view(-1)
+    if x.requires_grad:
+        x = x.detach()
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    out = x if x.is_contiguous() else x.contiguous()
+    if out.dim() != 1:
+        out = out.view(-1)
     if out.stride(0) != 1:  # with at most one element any stride counts as contiguous
         out = out.as_strided((out.numel(),), (1,))
     return out.clone() if copy and out.data_ptr() == x.data_ptr() else out
@@ -90,5 +95,5 @@ def from_wire(wire: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], op
     elif dtype in COMPLEX:
         out = torch.view_as_complex(wire.view(-1, 2))
     else:
-        out = wire.to(dtype)
-    return out.view(shape)
+        out = wire if wire.dtype == dtype else wire.to(dtype)
+    return out if out.shape == shape else out.view(shape)

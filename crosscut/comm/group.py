@@ -79,8 +79,11 @@ class Group(GroupBase):
             return self._now(new_copy(x), async_op)
         call = self._call("reduce_scatter", x, tag, kind, x.nbytes, reduce_op=op, dim=dim)
         # The pieces must be contiguous one after another: bring the cut dim to the front of each piece.
-        pieces = x.detach().unflatten(dim, (self.size, x.shape[dim] // self.size)).movedim(dim, 0)
-        shape = tuple(pieces.shape[1:])
+        if dim == 0:
+            pieces, shape = x, (x.shape[0] // self.size, *x.shape[1:])
+        else:
+            pieces = x.detach().unflatten(dim, (self.size, x.shape[dim] // self.size)).movedim(dim, 0)
+            shape = tuple(pieces.shape[1:])
         guarded = async_op and backend.guards
         wire = to_wire(pieces, widen=backend.reduces_in_fp32, copy=guarded)
         guards = (Guard(x, call, writes=False),) if guarded else ()

@@ -12,6 +12,7 @@ from crosscut.comm.call import Call
 from crosscut.comm.shm import moving, reducing, staged
 from crosscut.comm.shm.channel import Channel
 from crosscut.comm.shm.operation import Operation
+from crosscut.comm.shm.tensors import addresses
 
 Tensor = torch.Tensor
 
@@ -42,18 +43,24 @@ class ShmGroup:
         return self._channel.submit(reducing.reduce_to(self._channel, x, dst, op), call.where)
 
     def all_gather(self, out: Tensor, x: Tensor, call: Call) -> Operation:
-        return self._channel.submit(moving.all_gather(self._channel, self._rows(out), x), call.where)
+        return self._channel.submit(moving.all_gather(self._channel, self._rows(out, x.nbytes), x, out), call.where)
 
     def reduce_scatter(self, out: Tensor, x: Tensor, op: str, call: Call) -> Operation:
-        return self._channel.submit(reducing.reduce_scatter(self._channel, out, self._rows(x), op), call.where)
+        rank, width, pieces = self._channel.rank, out.numel(), self._rows(x, out.nbytes)
+
+        def own() -> Tensor:
+            return x[rank * width : (rank + 1) * width]
+
+        steps = reducing.reduce_scatter(self._channel, out, own, pieces, op, x)
+        return self._channel.submit(steps, call.where)
 
     def gather(self, out: Tensor | None, x: Tensor, dst: int, call: Call) -> Operation:
-        rows = None if out is None else self._rows(out)
-        return self._channel.submit(moving.gather(self._channel, rows, x, dst), call.where)
+        rows = [] if out is None else self._rows(out, x.nbytes)
+        return self._channel.submit(moving.gather(self._channel, rows, x, dst, out), call.where)
 
     def scatter(self, out: Tensor, x: Tensor | None, src: int, call: Call) -> Operation:
-        rows = None if x is None else self._rows(x)
-        return self._channel.submit(moving.scatter(self._channel, out, rows, src), call.where)
+        rows = [] if x is None else self._rows(x, out.nbytes)
+        return self._channel.submit(moving.scatter(self._channel, out, rows, src, x), call.where)
 
     def all_to_all(self, out: Tensor, x: Tensor, out_counts: list[int], in_counts: list[int], call: Call) -> Operation:
         steps = moving.all_to_all(self._channel, out.split(out_counts), x.split(in_counts))
@@ -75,8 +82,9 @@ class ShmGroup:
     def destroy(self) -> None:
         """The channel goes with its torch process group."""
 
-    def _rows(self, x: Tensor) -> list[Tensor]:
-        return list(x.view(self._channel.size, -1).unbind(0)) if x.numel() else [x] * self._channel.size
+    def _rows(self, x: Tensor, num_bytes: int) -> range:
+        """The addresses of the equal parts of a tensor, one a rank."""
+        return addresses(x, self._channel.size, num_bytes)
 
 
 class _Both:

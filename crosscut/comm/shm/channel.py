@@ -26,6 +26,8 @@ from crosscut.comm.shm import failing, futex, signature
 from crosscut.comm.shm import station as stations
 from crosscut.comm.shm.layout import (
     ABORTED,
+    ANYTHING,
+    ASLEEP,
     BEHIND,
     CALLS,
     CULPRIT,
@@ -33,6 +35,9 @@ from crosscut.comm.shm.layout import (
     DONE,
     FAILED,
     LEFT,
+    NEED,
+    NEED_SOURCE,
+    NEED_TARGET,
     POSTED,
     SIGNATURES,
     SLOT,
@@ -75,11 +80,11 @@ class Channel:
         self.moves = 0  # grows whenever something moves
         self.broken: BaseException | None = None
         self.mail = Mail(self)
-        self._bells = [self.peers[r] for r in self.others]
+        self._bells = [(r, self.peers[r]) for r in self.others]
         self._queue: deque[Operation] = deque()
         self._unread: list[tuple[int, int]] = []  # calls whose signatures were not compared yet
         self._typed: dict[torch.dtype, list[torch.Tensor]] = {}
-        self._small: dict[tuple[torch.dtype, int, int], list[torch.Tensor]] = {}
+        self._views: dict[tuple[torch.dtype, int, int, int], list[torch.Tensor]] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self.station.join(self)
 
@@ -194,11 +199,44 @@ class Channel:
         self.moves += 1
         self.ring()
 
-    def ring(self) -> None:
-        """Wake the peers that sleep: what they wait for may just have been written."""
+    def skip(self, word: int, count: int) -> None:
+        """Step over slots that this rank leaves empty (POSTED) or does not read (DONE)."""
+        self.words[word] = count & _MASK
+        self.ring()
+
+    def ring(self, everybody: bool = False) -> None:
+        """Wake the peers that sleep, if what they wait for may just have been written."""
         futex.fence()
-        for peer in self._bells:
-            peer.ring()
+        for rank, peer in self._bells:
+            asleep = peer.words[ASLEEP]
+            if asleep and (asleep == ANYTHING or everybody or self._gets_what_it_needs(rank)):
+                peer.ring()
+
+    def _gets_what_it_needs(self, rank: int) -> bool:
+        """Whether all counters that the sleeping rank waits for in this group are there."""
+        words = self.segments[rank].words
+        word, target, source = words[NEED], words[NEED_TARGET], words[NEED_SOURCE]
+        if not word:
+            return False
+        if source:
+            return not (self.segments[source - 1].words[word] - target) & BEHIND
+        return not any((one.words[word] - target) & BEHIND for r, one in enumerate(self.segments) if r != rank)
+
+    def tell_need(self) -> bool:
+        """Before this process sleeps: if it waits for one counter of this group alone, write which, and return true."""
+        if self.mail.pending or not self._queue:
+            return False
+        need = self._queue[0].need
+        if need is None or len(need.sources) not in (1, len(self.others)):
+            return False
+        self.words[NEED_TARGET] = need.target & _MASK
+        self.words[NEED_SOURCE] = need.sources[0] + 1 if len(need.sources) == 1 else 0
+        self.words[NEED] = need.word
+        return True
+
+    def forget_need(self) -> None:
+        """It is awake."""
+        self.words[NEED] = 0
 
     def begin(self, sign: int) -> int:
         """Leave the signature of a call; returns the call's number. Raises PeerError if a peer has given up."""
@@ -243,16 +281,16 @@ class Channel:
             self._typed[dtype] = found
         return found
 
-    def slot_heads(self, dtype: torch.dtype, count: int, step: int) -> list[torch.Tensor]:
-        """The first `count` elements of every rank's slot of a step. Kept, since small calls come again and again."""
-        key = dtype, count, step % DEPTH
-        found = self._small.get(key)
+    def in_slots(self, dtype: torch.dtype, count: int, index: int, offset: int = 0) -> list[torch.Tensor]:
+        """`count` elements of every rank's slot, from `offset` on. Kept, since equal calls come again and again."""
+        key = dtype, count, index, offset
+        found = self._views.get(key)
         if found is None:
-            begin = step % DEPTH * (SLOT // dtype.itemsize)
+            begin = index * (SLOT // dtype.itemsize) + offset
             found = [slots[begin : begin + count] for slots in self.slots(dtype)]
-            if len(self._small) > 512:
-                self._small.clear()
-            self._small[key] = found
+            if len(self._views) > 512:
+                self._views.clear()
+            self._views[key] = found
         return found
 
     def scratch(self, num_bytes: int) -> torch.Tensor:
@@ -282,7 +320,7 @@ class Channel:
             self.finish(operation, error)
         if self in self.station.active:
             self.station.active.remove(self)
-        self.ring()
+        self.ring(everybody=True)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -308,7 +346,7 @@ class Channel:
         """Let go of all memory, though a user may still hold the group."""
         self.station.leave(self)
         self.segments, self.peers, self.other_words, self._bells = [], [], [], []
-        self._typed, self._small, self.slot_address = {}, {}, []
+        self._typed, self._views, self.slot_address = {}, {}, []
         self.words = memoryview(bytearray(4096)).cast("I")
         self.mail = Mail(self)
         if self.broken is not None:

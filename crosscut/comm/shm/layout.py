@@ -6,7 +6,7 @@ that writes one counter does not disturb the readers of another.
 
     segment of rank r                                    written by r, read by all
     +--------------------------------------------------+
-    | STATE CULPRIT CALLS             one line          |  open, left, failed (and because of whom); calls begun
+    | STATE CULPRIT CALLS NEED        one line          |  open, left, failed (because of whom); calls begun; see below
     | POSTED                          one line          |  steps whose slot r has filled
     | DONE                            one line          |  steps after which r reads no older slot
     | SEEN[p]                                           |  rendezvous: the key of peer p's segment, as r sees it
@@ -20,8 +20,10 @@ that writes one counter does not disturb the readers of another.
 
 Memory that is never touched costs nothing (the kernel gives pages on first use), so sizes are generous.
 
-Each process also has one *page* for all its groups: KEY and ASLEEP, its doorbell. Before it sleeps it writes 1 there;
-whoever posts something writes 0 and wakes it. All others write the same 0, so those writers cannot disagree.
+Each process also has one *page* for all its groups: KEY and ASLEEP, its doorbell. Before it sleeps it writes ANYTHING
+there; whoever posts something writes 0 and wakes it. All others write the same 0, so those writers cannot disagree.
+A process that waits for one counter of one group writes EXACTLY, and in NEED which counter, of whom, must reach what:
+then only the last of those it waits for wakes it, not each of them.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LINE = 16  # words
-STATE, CULPRIT, CALLS = 0, 1, 2  # words of the first line
+STATE, CULPRIT, CALLS, NEED, NEED_TARGET, NEED_SOURCE = range(6)  # words of the first line
 POSTED = LINE
 DONE = 2 * LINE
 SEEN = 3 * LINE
@@ -43,6 +45,7 @@ PART = 1 << 18  # bytes
 HEADER = 8  # words
 
 PAGE_KEY, ASLEEP = 0, LINE
+ANYTHING, EXACTLY = 1, 2  # values of ASLEEP
 PAGE_BYTES = 4096
 BEHIND = 0x80000000  # (counter - target) & BEHIND: the counter has not reached the target
 

@@ -11,7 +11,7 @@ from crosscut.comm.errors import MismatchError
 from crosscut.comm.shm.copying import copy_bytes
 from crosscut.comm.shm.layout import DEPTH, SLOT
 from crosscut.comm.shm.signature import sign
-from crosscut.comm.shm.staged import ALIGN, STREAM, keeping, staged
+from crosscut.comm.shm.staged import ALIGN, STREAM, staged
 
 if TYPE_CHECKING:
     from crosscut.comm.shm.channel import Channel
@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 
-def all_gather(channel: Channel, outs: Sequence[Tensor], x: Tensor) -> Steps:
-    """`outs[r]` becomes rank r's `x`."""
+def all_gather(channel: Channel, to: Sequence[int], x: Tensor, held: object) -> Steps:
+    """The memory at the address `to[r]` becomes rank r's `x`; `held` is what owns that memory."""
     rank, total, address = channel.rank, x.nbytes, x.data_ptr()
-    to = [out.data_ptr() for out in outs]
 
     def fill(turn: int, slot: int) -> None:
         count = min(SLOT, total - turn * SLOT)
@@ -36,10 +35,8 @@ def all_gather(channel: Channel, outs: Sequence[Tensor], x: Tensor) -> Steps:
         for peer in channel.others:
             copy_bytes(to[peer] + turn * SLOT, channel.slot_address[peer] + index * SLOT, count)
 
-    return keeping(
-        (outs, x),
-        staged(channel, sign("all_gather", num_bytes=total), max(1, -(-total // SLOT)), fill, read, channel.others),
-    )
+    steps, signature = max(1, -(-total // SLOT)), sign("all_gather", num_bytes=total)
+    return staged(channel, signature, steps, fill, read, channel.others, (held, x))
 
 
 def broadcast(channel: Channel, x: Tensor, root: int) -> Steps:
@@ -55,14 +52,13 @@ def broadcast(channel: Channel, x: Tensor, root: int) -> Steps:
 
     steps, signature = max(1, -(-total // STREAM)), sign("broadcast", root=root, num_bytes=total)
     if channel.rank == root:
-        return keeping(x, staged(channel, signature, steps, fill, None, ()))
-    return keeping(x, staged(channel, signature, steps, None, read, (root,)))
+        return staged(channel, signature, steps, fill, None, (), x)
+    return staged(channel, signature, steps, None, read, (root,), x)
 
 
-def gather(channel: Channel, outs: Sequence[Tensor] | None, x: Tensor, root: int) -> Steps:
-    """`outs[r]` becomes rank r's `x`, on rank `root`."""
+def gather(channel: Channel, to: Sequence[int], x: Tensor, root: int, held: object) -> Steps:
+    """The memory at the address `to[r]` becomes rank r's `x`, on rank `root`; `held` is what owns that memory."""
     total, address = x.nbytes, x.data_ptr()
-    to = [out.data_ptr() for out in outs or ()]
 
     def fill(turn: int, slot: int) -> None:
         copy_bytes(slot, address + turn * STREAM, min(STREAM, total - turn * STREAM))
@@ -78,15 +74,14 @@ def gather(channel: Channel, outs: Sequence[Tensor] | None, x: Tensor, root: int
 
     steps, signature = max(1, -(-total // STREAM)), sign("gather", root=root, num_bytes=total)
     if channel.rank == root:
-        return keeping((outs, x), staged(channel, signature, steps, None, read, channel.others))
-    return keeping(x, staged(channel, signature, steps, fill, None, ()))
+        return staged(channel, signature, steps, None, read, channel.others, (held, x))
+    return staged(channel, signature, steps, fill, None, (), x)
 
 
-def scatter(channel: Channel, out: Tensor, parts: Sequence[Tensor] | None, root: int) -> Steps:
-    """`out` becomes `parts[rank]` of rank `root`."""
+def scatter(channel: Channel, out: Tensor, given: Sequence[int], root: int, held: object) -> Steps:
+    """`out` becomes the memory at the address `given[rank]` of rank `root`; `held` is what owns that memory there."""
     rank, total, address = channel.rank, out.nbytes, out.data_ptr()
     width = min(STREAM, SLOT // channel.size // ALIGN * ALIGN)
-    given = [part.data_ptr() for part in parts or ()]
 
     def fill(turn: int, slot: int) -> None:
         count = min(width, total - turn * width)
@@ -101,8 +96,8 @@ def scatter(channel: Channel, out: Tensor, parts: Sequence[Tensor] | None, root:
 
     steps, signature = max(1, -(-total // width)), sign("scatter", root=root, num_bytes=total)
     if rank == root:
-        return keeping((out, parts), staged(channel, signature, steps, fill, None, ()))
-    return keeping(out, staged(channel, signature, steps, None, read, (root,)))
+        return staged(channel, signature, steps, fill, None, (), (out, held))
+    return staged(channel, signature, steps, None, read, (root,), out)
 
 
 def all_to_all(channel: Channel, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> Steps:

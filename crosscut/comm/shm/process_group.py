@@ -22,6 +22,7 @@ from crosscut.comm.shm.channel import Channel
 from crosscut.comm.shm.mail import ANY
 from crosscut.comm.shm.operation import Operation, Steps
 from crosscut.comm.shm.tensors import (
+    addresses,
     all_writable,
     check_reduction,
     flat,
@@ -45,6 +46,7 @@ class ShmProcessGroup(_Base):
     def __init__(self, store: Any, rank: int, ranks: Sequence[int], name: str, timeout: datetime.timedelta) -> None:
         super().__init__(rank, len(ranks))
         self._timeout = timeout
+        self._size = len(ranks)
         self.channel = Channel(store, rank, ranks, name, timeout.total_seconds())
         # What an earlier world has left in the store must not be found by the other back ends.
         store = dist.PrefixStore(f"{self.channel.key:x}", store)
@@ -110,7 +112,7 @@ class ShmProcessGroup(_Base):
         kind, factor = reduction(opts if op is None else op)
         operations = []
         for x in xs:
-            at_root = root == self.rank()
+            at_root = root == self.channel.rank
             wire, after = writable(x, read=True) if at_root else (flat(x), None)
             check_reduction("reduce", kind, wire)
             if factor is not None:
@@ -139,12 +141,12 @@ class ShmProcessGroup(_Base):
         return ShmWork([self._reduce_scatter_single(out, x, opts) for out, x in pairs], list(outputs))
 
     def _reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any) -> Operation:
-        if x.numel() != out.numel() * self.size() or x.dtype != out.dtype:
+        if x.numel() != out.numel() * self._size or x.dtype != out.dtype:
             raise ValueError(
                 f"reduce_scatter: {x.numel()} elements of {x.dtype} in, {out.numel()} of {out.dtype} out, over "
-                f"{self.size()} ranks; the input must be {self.size()} times the output, of one dtype"
+                f"{self._size} ranks; the input must be {self._size} times the output, of one dtype"
             )
-        return self._reduce_scatter(out, rows(flat(x), self.size()), opts)
+        return self._reduce_scatter(out, rows(flat(x), self._size), opts)
 
     def _reduce_scatter(self, out: Tensor, pieces: list[Tensor], opts: Any) -> Operation:
         self._one_each("reduce_scatter", pieces, out)
@@ -154,7 +156,8 @@ class ShmProcessGroup(_Base):
         flats = [flat(piece) for piece in pieces]
         if factor is not None:
             flats = [piece * factor for piece in flats]
-        steps = reducing.reduce_scatter(self.channel, wire, flats, op)
+        given = [piece.data_ptr() for piece in flats]
+        steps = reducing.reduce_scatter(self.channel, wire, lambda: flats[self.channel.rank], given, op, flats)
         return self._submit("reduce_scatter", out, then(steps, after), opts)
 
     # -- moves --------------------------------------------------------------------------------------------------------
@@ -166,7 +169,7 @@ class ShmProcessGroup(_Base):
         root = opts.rootRank if hasattr(opts, "rootRank") else int(opts or 0)
         operations = []
         for x in xs:
-            wire, after = (flat(x), None) if root == self.rank() else writable(x, read=False)
+            wire, after = (flat(x), None) if root == self.channel.rank else writable(x, read=False)
             steps = moving.broadcast(self.channel, wire, root)
             operations.append(self._submit("broadcast", x, then(steps, after), opts))
         return ShmWork(operations, xs)
@@ -193,45 +196,48 @@ class ShmProcessGroup(_Base):
         return ShmWork([self._all_gather_single(out, x, opts) for out, x in pairs], list(outputs))
 
     def _all_gather_single(self, out: Tensor, x: Tensor, opts: Any) -> Operation:
-        if out.numel() != x.numel() * self.size() or x.dtype != out.dtype:
+        if out.numel() != x.numel() * self._size or x.dtype != out.dtype:
             raise ValueError(
                 f"all_gather: {x.numel()} elements of {x.dtype} in, {out.numel()} of {out.dtype} out, over "
-                f"{self.size()} ranks; the output must be {self.size()} times the input, of one dtype"
+                f"{self._size} ranks; the output must be {self._size} times the input, of one dtype"
             )
         wire, after = writable(out, read=False)
-        steps = moving.all_gather(self.channel, rows(wire, self.size()), flat(x))
+        steps = moving.all_gather(self.channel, addresses(wire, self._size, x.nbytes), flat(x), wire)
         return self._submit("all_gather", x, then(steps, after), opts)
 
     def _all_gather(self, outs: list[Tensor], x: Tensor, opts: Any) -> Operation:
         self._one_each("all_gather", outs, x)
         wires, after = all_writable(outs)
-        return self._submit("all_gather", x, then(moving.all_gather(self.channel, wires, flat(x)), after), opts)
+        steps = moving.all_gather(self.channel, [wire.data_ptr() for wire in wires], flat(x), wires)
+        return self._submit("all_gather", x, then(steps, after), opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         x = listed(inputs)[0]
         root = opts.rootRank if hasattr(opts, "rootRank") else int(opts or 0)
-        outs = list(lists(outputs)[0]) if outputs and root == self.rank() else []
+        outs = list(lists(outputs)[0]) if outputs and root == self.channel.rank else []
         if not served([x, *outs]):
             return self._inner("gather", outputs, inputs, opts)
-        if root != self.rank():
-            steps = moving.gather(self.channel, None, flat(x), root)
+        if root != self.channel.rank:
+            steps = moving.gather(self.channel, [], flat(x), root, None)
         else:
             self._one_each("gather", outs, x)
             wires, after = all_writable(outs)
-            steps = then(moving.gather(self.channel, wires, flat(x), root), after)
+            to = [wire.data_ptr() for wire in wires]
+            steps = then(moving.gather(self.channel, to, flat(x), root, wires), after)
         return ShmWork([self._submit("gather", x, steps, opts)], [outs])
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         out = listed(outputs)[0]
         root = opts.rootRank if hasattr(opts, "rootRank") else int(opts or 0)
-        parts = list(lists(inputs)[0]) if inputs and root == self.rank() else None
+        parts = list(lists(inputs)[0]) if inputs and root == self.channel.rank else None
         if not served([out, *(parts or ())]):
             return self._inner("scatter", outputs, inputs, opts)
-        if root == self.rank():
+        if root == self.channel.rank:
             self._one_each("scatter", parts or [], out)
         wire, after = writable(out, read=False)
-        flats = None if parts is None else [flat(part) for part in parts]
-        steps = then(moving.scatter(self.channel, wire, flats, root), after)
+        flats = [flat(part) for part in parts or ()]
+        given = [part.data_ptr() for part in flats]
+        steps = then(moving.scatter(self.channel, wire, given, root, flats), after)
         return ShmWork([self._submit("scatter", out, steps, opts)], [out])
 
     def all_to_all_single(
@@ -249,15 +255,15 @@ class ShmProcessGroup(_Base):
         if not served([*outputs, *inputs]):
             return self._inner("alltoall", outputs, inputs, opts)
         for name, given in (("outputs", outputs), ("inputs", inputs)):
-            if len(given) != self.size():
-                raise ValueError(f"all_to_all: {len(given)} {name} for {self.size()} ranks; pass one a rank")
+            if len(given) != self._size:
+                raise ValueError(f"all_to_all: {len(given)} {name} for {self._size} ranks; pass one a rank")
         wires, after = all_writable(list(outputs))
         steps = moving.all_to_all(self.channel, wires, [flat(x) for x in inputs])
         return ShmWork([self._submit("all_to_all", inputs[0], then(steps, after), opts)], list(outputs))
 
     def _split(self, flat: Tensor, x: Tensor, splits: Any, name: str) -> list[Tensor]:
         """The pieces of a flat tensor: rows of `x` by the splits, or equal parts."""
-        size = self.size()
+        size = self._size
         rows = x.shape[0] if x.dim() else 1
         if len(splits) == 0:
             if rows % size:
@@ -360,8 +366,8 @@ class ShmProcessGroup(_Base):
 
     def _one_each(self, name: str, parts: Sequence[Tensor], like: Tensor) -> None:
         """One part a rank, each with as many elements of the same dtype as `like`."""
-        if len(parts) != self.size():
-            raise ValueError(f"{name}: {len(parts)} tensors for {self.size()} ranks; pass one a rank")
+        if len(parts) != self._size:
+            raise ValueError(f"{name}: {len(parts)} tensors for {self._size} ranks; pass one a rank")
         for index, part in enumerate(parts):
             if part.numel() != like.numel() or part.dtype != like.dtype:
                 raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,14 +12,15 @@ from crosscut.comm.shm.copying import copy_bytes
 from crosscut.comm.shm.layout import BEHIND, DEPTH, DONE, POSTED, SLOT
 from crosscut.comm.shm.operation import Need
 from crosscut.comm.shm.signature import DTYPES, sign
-from crosscut.comm.shm.staged import ALIGN, STREAM, keeping, staged
+from crosscut.comm.shm.staged import ALIGN, STREAM, staged
 
 if TYPE_CHECKING:
     from crosscut.comm.shm.channel import Channel
     from crosscut.comm.shm.operation import Steps
 
 Tensor = torch.Tensor
-WHOLE_BYTES = 1 << 15  # up to here, among more than two ranks, each reduces everything itself
+WHOLE_BYTES = 1 << 15  # up to here each rank shows everything and reduces everything in one step
+PAIR_BYTES = 1 << 19  # a step of two ranks
 _NAMES = {getattr(torch, name): name for name in DTYPES if name}
 
 
@@ -27,8 +28,10 @@ def all_reduce(channel: Channel, x: Tensor, op: str) -> Steps:
     """`x` becomes the reduction of all ranks' `x`."""
     num_bytes = x.nbytes
     signature = sign("all_reduce", op, _NAMES.get(x.dtype, "?"), 0, num_bytes)
-    if num_bytes <= WHOLE_BYTES or (channel.size == 2 and num_bytes <= SLOT):
+    if num_bytes <= WHOLE_BYTES:
         return _all_reduce_whole(channel, x, op, signature)
+    if channel.size <= 2:
+        return _all_reduce_pairs(channel, x, op, signature)
     return _all_reduce_slices(channel, x, op, signature)
 
 
@@ -41,7 +44,7 @@ def _all_reduce_whole(channel: Channel, x: Tensor, op: str, signature: int) -> S
     for words in channel.other_words:
         while (words[DONE] - target) & BEHIND:
             yield Need(DONE, target, channel.others)
-    parts = channel.slot_heads(x.dtype, x.numel(), step)
+    parts = channel.in_slots(x.dtype, x.numel(), step % DEPTH)
     copy_bytes(channel.slot_address[channel.rank] + step % DEPTH * SLOT, x.data_ptr(), x.nbytes)
     channel.post(step)
     target = step + 1
@@ -51,6 +54,29 @@ def _all_reduce_whole(channel: Channel, x: Tensor, op: str, signature: int) -> S
     channel.compare(channel.others)
     reduce.fold(op, parts, x, channel.scratch(4 * x.numel() + x.nbytes))
     channel.done(step)
+
+
+def _all_reduce_pairs(channel: Channel, x: Tensor, op: str, signature: int) -> Steps:
+    """Two ranks: each shows everything and reduces everything, chunk by chunk.
+
+    Reducing everything twice moves less memory than reducing half and showing the result, 5 S through the caches
+    instead of 5.5 S, and waits once a chunk instead of twice.
+    """
+    item, rank = x.element_size(), channel.rank
+    chunks = x.split(PAIR_BYTES // item)
+    scratch = channel.scratch((4 + item) * chunks[0].numel())
+    address = x.data_ptr()
+
+    def fill(turn: int, slot: int) -> None:
+        copy_bytes(slot, address + turn * PAIR_BYTES, chunks[turn].nbytes)
+
+    def read(turn: int, index: int) -> None:
+        own = chunks[turn]
+        parts = list(channel.in_slots(x.dtype, own.numel(), index))
+        parts[rank] = own
+        reduce.fold(op, parts, own, scratch)
+
+    return staged(channel, signature, len(chunks), fill, read, channel.others, x)
 
 
 def _all_reduce_slices(channel: Channel, x: Tensor, op: str, signature: int) -> Steps:
@@ -102,27 +128,36 @@ def _all_reduce_slices(channel: Channel, x: Tensor, op: str, signature: int) -> 
             channel.done(first + past)
 
 
-def reduce_scatter(channel: Channel, out: Tensor, pieces: Sequence[Tensor], op: str) -> Steps:
-    """`out` becomes the reduction of all ranks' `pieces[rank]`."""
+def reduce_scatter(
+    channel: Channel, out: Tensor, own: Callable[[], Tensor], pieces: Sequence[int], op: str, held: object
+) -> Steps:
+    """`out` becomes the reduction of all ranks' pieces for this rank.
+
+    pieces: where this rank's pieces for each rank begin; own: gives the one for itself; held: what owns the memory.
+    """
     size, rank, item, total = channel.size, channel.rank, out.element_size(), out.numel()
     signature = sign("reduce_scatter", op, _NAMES.get(out.dtype, "?"), 0, out.nbytes)
     width = SLOT // size // ALIGN * ALIGN // item
-    slots = channel.slots(out.dtype)
-    scratch = channel.scratch(4 * min(width, total) + min(width, total) * item)
-    addresses = [piece.data_ptr() for piece in pieces]
+    scratch = channel.scratch((4 + item) * min(width, total))
+    short = (
+        out.nbytes <= WHOLE_BYTES
+    )  # then its own piece goes through the slot too, which is quicker than a view of it
 
     def fill(turn: int, slot: int) -> None:
-        begin, end = turn * width, min(total, turn * width + width)
-        for peer in channel.others:
-            copy_bytes(slot + peer * width * item, addresses[peer] + begin * item, (end - begin) * item)
+        count = min(width, total - turn * width) * item
+        for peer in range(size) if short else channel.others:
+            copy_bytes(slot + peer * width * item, pieces[peer] + turn * width * item, count)
 
     def read(turn: int, index: int) -> None:
-        begin, end = turn * width, min(total, turn * width + width)
-        at = index * (SLOT // item) + rank * width
-        parts = [pieces[r][begin:end] if r == rank else slots[r][at : at + end - begin] for r in range(size)]
-        reduce.fold(op, parts, out[begin:end], scratch)
+        count = min(width, total - turn * width)
+        parts = channel.in_slots(out.dtype, count, index, rank * width)
+        if short:
+            reduce.fold(op, parts, out, scratch)
+        else:
+            begin, end = turn * width, turn * width + count
+            reduce.fold(op, [*parts[:rank], own()[begin:end], *parts[rank + 1 :]], out[begin:end], scratch)
 
-    return staged(channel, signature, max(1, -(-total // width)), fill, read, channel.others)
+    return staged(channel, signature, max(1, -(-total // width)), fill, read, channel.others, held)
 
 
 def reduce_to(channel: Channel, x: Tensor, root: int, op: str) -> Steps:
@@ -144,4 +179,4 @@ def reduce_to(channel: Channel, x: Tensor, root: int, op: str) -> Steps:
     signature = sign("reduce", op, _NAMES.get(x.dtype, "?"), root, x.nbytes)
     if channel.rank == root:
         return staged(channel, signature, steps, None, read, channel.others)
-    return keeping(x, staged(channel, signature, steps, fill, None, ()))
+    return staged(channel, signature, steps, fill, None, (), x)

@@ -5,6 +5,7 @@ Every collective is a generator that yields when it must wait for a peer. What a
 | call | a rank fills its slot with | and reads |
 |---|---|---|
 | all_reduce, short | its whole tensor | everybody's; each reduces everything itself |
+| all_reduce, long, two ranks | its next chunk | the peer's |
 | all_reduce, long | the peers' slices of this round; its reduced slice of two rounds before | the same of everybody |
 | reduce_scatter | the peers' slices | everybody's piece for it |
 | all_gather | its tensor | everybody's |
@@ -13,15 +14,17 @@ Every collective is a generator that yields when it must wait for a peer. What a
 | scatter | the peers' parts, at the root | the root's part for it |
 | all_to_all | the counts of bytes to each, and the peers' pieces | everybody's piece for it |
 
-Long tensors take many steps; the next step is filled before the last is read, so that nobody waits while there is work.
+Long tensors take many steps. A rank fills one step ahead of what it reads, and further while its peers are late, so
+that nobody waits while there is work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from crosscut.comm.shm.layout import DEPTH, SLOT
+from crosscut.comm.shm.layout import BEHIND, DEPTH, DONE, POSTED, SLOT
+from crosscut.comm.shm.operation import Need
 from crosscut.comm.shm.signature import sign
 
 if TYPE_CHECKING:
@@ -34,7 +37,11 @@ STREAM = 1 << 18  # bytes a step where one rank fills and another reads, so that
 
 def barrier(channel: Channel) -> Steps:
     """Everybody has called it."""
-    return staged(channel, sign("barrier"), 1, None, lambda turn, index: None, channel.others)
+    return staged(channel, sign("barrier"), 1, _nothing, _nothing, channel.others)
+
+
+def _nothing(turn: int, where: int) -> None:
+    """A step without data."""
 
 
 def staged(
@@ -44,32 +51,49 @@ def staged(
     fill: Callable[[int, int], None] | None,
     read: Callable[[int, int], None] | None,
     sources: tuple[int, ...],
+    held: object = None,
 ) -> Steps:
     """The steps of a call. `fill(turn, address of the slot)`; `read(turn, index of the slot)` when `sources` have
-    filled theirs. Turns count from 0 within the call.
+    filled theirs. Turns count from 0 within the call. `held` lives as long as the call: the tensors whose memory fill
+    and read know by address only.
     """
     first = channel.step
     channel.step = first + steps
     channel.begin(signature)
-    for turn in range(steps + 1):
-        if turn < steps:
-            step = first + turn
-            yield from channel.room(step)
-            if fill is not None:
-                fill(turn, channel.slot_address[channel.rank] + step % DEPTH * SLOT)
-            channel.post(step)
-            if read is None:
-                channel.done(step)
-        if turn and read is not None:
-            step = first + turn - 1
-            yield from channel.posted(step, sources)
-            if turn == 1:
+    if fill is None:
+        channel.skip(POSTED, first + steps)
+    if read is None:
+        channel.skip(DONE, first + steps)
+    own_slot = channel.slot_address[channel.rank]
+    readers, writers = channel.other_words, [channel.segments[source].words for source in sources]
+    filled = steps if fill is None else 0
+    taken = steps if read is None else 0
+    while filled < steps or taken < steps:
+        room = filled < steps and _reached(readers, DONE, first + filled - DEPTH + 1)
+        if room and filled <= taken + 1:  # so that peers find the next slot filled while this rank reads the last
+            ahead = True
+        elif taken < steps and _reached(writers, POSTED, first + taken + 1):
+            ahead = False
+        elif room:  # nothing to read yet
+            ahead = True
+        else:
+            if taken < steps:
+                yield Need(POSTED, first + taken + 1, sources)
+            else:
+                yield Need(DONE, first + filled - DEPTH + 1, channel.others)
+            continue
+        if ahead and fill is not None:
+            fill(filled, own_slot + (first + filled) % DEPTH * SLOT)
+            channel.post(first + filled)
+            filled += 1
+        elif read is not None:
+            if not taken:
                 channel.compare(sources)
-            read(turn - 1, step % DEPTH)
-            channel.done(step)
+            read(taken, (first + taken) % DEPTH)
+            channel.done(first + taken)
+            taken += 1
 
 
-def keeping(held: object, steps: Steps) -> Steps:
-    """The same steps; `held` lives as long as they run, since they know its memory by address only."""
-    yield from steps
-    del held
+def _reached(segments: Sequence[memoryview], word: int, target: int) -> bool:
+    """Whether a counter has reached a value in all of them."""
+    return not any((words[word] - target) & BEHIND for words in segments)

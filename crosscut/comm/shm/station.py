@@ -5,10 +5,10 @@ every group, as far as it can go, so that a rank that waits for one call still d
 moves it spins briefly (giving the core away between looks), then sleeps:
 
     this rank                        a peer
-    ASLEEP = 1                       POSTED = k + 1        (or DONE, SENT, TAKEN)
+    ASLEEP = ANYTHING                POSTED = k + 1        (or DONE, SENT, TAKEN)
     fence                            fence
     look once more                   if ASLEEP: ASLEEP = 0, wake
-    futex wait while ASLEEP == 1
+    futex wait while ASLEEP
 
 Whoever comes second sees what the other has written. The sleep also ends by itself every 50 ms, to look whether the
 awaited peers live and whether the time-out is over.
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from crosscut.comm.shm import futex
-from crosscut.comm.shm.layout import ASLEEP
+from crosscut.comm.shm.layout import ANYTHING, ASLEEP, EXACTLY
 from crosscut.comm.shm.peers import Page, Peers
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _SLEEP_S = 0.05
 _LOOKS = 8  # between looks at the clock
-_SPIN_S, _SPIN_MIN_S = 100e-6, 2e-6
+_SPIN_S, _SPIN_MIN_S = 200e-6, 2e-6
 _PROBE = 16
 
 
@@ -122,11 +122,11 @@ class Station:
         """Sleep until something moves. Every now and then look whether it still can."""
         words, address, channel = self.page.words, self.page.address, operation.channel
         while True:
-            words[ASLEEP] = 1
+            exact = not self._sleepers and len(self.active) == 1 and self.active[0].tell_need()
+            asleep = words[ASLEEP] = EXACTLY if exact else ANYTHING
             futex.fence()
             if self.progress() or operation.finished:
-                if not self._sleepers:
-                    words[ASLEEP] = 0
+                self._awake(channel)
                 return
             if channel.moves != operation.moves:
                 operation.moves, operation.since = channel.moves, time.monotonic()
@@ -134,16 +134,20 @@ class Station:
             self._sleepers += 1
             self.lock.release()
             try:
-                futex.wait(address, 1, max(0.001, min(_SLEEP_S, left)))
+                futex.wait(address, asleep, max(0.001, min(_SLEEP_S, left)))
             finally:
                 self.lock.acquire()
                 self._sleepers -= 1
-                if not self._sleepers:
-                    words[ASLEEP] = 0
+                self._awake(channel)
             if self.progress() or operation.finished:
                 return
             waited = time.monotonic() - operation.since
             channel.check(operation, operation.timeout_s if waited > operation.timeout_s else None)
+
+    def _awake(self, channel: Channel) -> None:
+        if not self._sleepers:
+            self.page.words[ASLEEP] = 0
+            channel.forget_need()
 
     def wake_threads(self) -> None:
         """Another thread of this process may sleep for what has just finished."""

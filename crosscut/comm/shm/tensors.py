@@ -101,6 +101,12 @@ def rows(flat: Tensor, size: int) -> list[Tensor]:
     return list(flat.view(size, -1).unbind(0)) if flat.numel() else [flat] * size
 
 
+def addresses(flat: Tensor, size: int, num_bytes: int) -> range:
+    """Where the equal parts of a flat tensor begin, each of so many bytes, one a rank."""
+    base = flat.data_ptr()
+    return range(base, base + size * num_bytes, num_bytes) if num_bytes else range(size)
+
+
 def then(steps: Steps, after: Callable[[], None] | None) -> Steps:
     """The steps of a call, and what is to be done when they are over."""
     return steps if after is None else _in_turn(steps, after)
