@@ -38,12 +38,12 @@ class Peer:
         self.bell = page.address + 4 * ASLEEP
         self._page = page
         self._pidfd = os.pidfd_open(pid)
-        self._poll = select.poll()
-        self._poll.register(self._pidfd, select.POLLIN)
 
     def alive(self) -> bool:
         """Whether the process runs; false at once when it ends, however it ends (its parent need not have waited)."""
-        return not self._poll.poll(0)
+        poll = select.poll()  # its own each time: two threads may not poll one
+        poll.register(self._pidfd, select.POLLIN)
+        return not poll.poll(0)
 
     def ring(self) -> None:
         """Wake the process if it sleeps. What it sleeps for must have been written, and fenced, before."""
