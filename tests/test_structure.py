@@ -27,9 +27,11 @@ BELOW = {
     "testing": {"layout", "comm", "models", "parallel"},
     "train": {"layout", "comm", "models", "parallel"},
     "tour": {"layout", "comm", "models", "parallel", "testing"},
+    "bench": {"layout", "comm", "models", "parallel", "testing"},
+    "doctor": {"layout", "comm"},
     "report": {"layout"},
     "plan": {"layout"},
-    "cli": {"layout", "comm", "models", "parallel", "testing", "train", "tour", "report", "plan"},
+    "cli": {"layout", "comm", "models", "parallel", "testing", "train", "tour", "bench", "doctor", "report", "plan"},
 }
 NO_TORCH = ("layout", "report", "plan")
 STARTS_WITHOUT_TORCH = [

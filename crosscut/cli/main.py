@@ -21,6 +21,8 @@ COMMANDS = {  # name -> (module, one line for --help)
     "explain": ("crosscut.cli.explain", "show every communication a layout implies, without running anything"),
     "sample": ("crosscut.cli.sample", "write text with a trained model"),
     "tour": ("crosscut.cli.tour", "see the collectives and the parallelisms at work on small tensors"),
+    "bench": ("crosscut.cli.bench", "measure the collectives of every back end, or the machine"),
+    "doctor": ("crosscut.cli.doctor", "look whether training can work here, and say what to change"),
 }
 DEBUG = "--debug"
 

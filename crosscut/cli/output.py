@@ -20,16 +20,16 @@ def add_json_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE|-", help="write the result as JSON to FILE, or to stdout for -")
 
 
-def check_destination(destination: str | None) -> None:
-    """Raise ValueError now if `--json FILE` could not be written at the end of a long run."""
+def check_destination(destination: str | None, flag: str = "--json") -> None:
+    """Raise ValueError now if `--json FILE` (or what `flag` says) could not be written at the end of a long run."""
     if destination is None or destination == "-":
         return
     path = Path(destination)
     if path.is_dir():
-        raise ValueError(f"--json {destination}: is a folder; give a file")
+        raise ValueError(f"{flag} {destination}: is a folder; give a file")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         reason = "not writable" if path.parent.is_dir() else f"there is no folder {path.parent}"
-        raise ValueError(f"--json {destination}: cannot be written ({reason})")
+        raise ValueError(f"{flag} {destination}: cannot be written ({reason})")
 
 
 def write_json(destination: str, schema: str, body: Mapping[str, Any], version: int = 1) -> None:
