@@ -85,7 +85,7 @@ class Channel:
         self._unread: list[tuple[int, int]] = []  # calls whose signatures were not compared yet
         self._typed: dict[torch.dtype, list[torch.Tensor]] = {}
         self._views: dict[tuple[torch.dtype, int, int, int], list[torch.Tensor]] = {}
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.station.join(self)
 
     # -- calls --------------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ class Channel:
     def scratch(self, num_bytes: int) -> torch.Tensor:
         """Private memory for the duration of one reduction."""
         if self._scratch.numel() < num_bytes:
-            self._scratch = torch.empty(num_bytes, dtype=torch.uint8)
+            self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         return self._scratch
 
     # -- what goes wrong ----------------------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ class Mail:
                     return receive
         if not awaited:
             return None
-        kept = _Message(torch.empty(num_bytes, dtype=torch.uint8), tag, None, rank)
+        kept = _Message(torch.empty(num_bytes, dtype=torch.uint8, device="cpu"), tag, None, rank)
         self._kept[rank].append(kept)
         return kept
 

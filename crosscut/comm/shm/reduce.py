@@ -69,6 +69,10 @@ def fold(op: str, parts: Sequence[Tensor], out: Tensor, scratch: Tensor) -> None
 
     scratch: a uint8 tensor of at least 4 bytes an element, which no part overlaps.
     """
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():  # else torch would refuse to write to it
+            fold(op, parts, out, scratch)
+        return
     size, dtype = len(parts), out.dtype
     if widens(op, dtype, size):
         wide = scratch[: 4 * out.numel()].view(torch.float32)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from crosscut.comm.dtypes import flat
 from crosscut.comm.shm import reduce
 from crosscut.comm.shm.operation import Steps
 
@@ -59,15 +60,6 @@ def check_reduction(name: str, op: str, x: Tensor) -> None:
         raise ValueError(f"{name}: {error}") from None
 
 
-def flat(x: Tensor) -> Tensor:
-    """The values of a tensor, flat, contiguous and detached; its own memory if that is so already."""
-    x = x.detach()
-    if x.is_conj() or x.is_neg():
-        x = x.resolve_conj().resolve_neg()
-    out = x.contiguous().view(-1)
-    return out if out.stride(0) == 1 else out.as_strided((out.numel(),), (1,))
-
-
 def writable(x: Tensor, read: bool) -> tuple[Tensor, Callable[[], None] | None]:
     """Flat contiguous memory to write `x`'s new values to, and what puts them in place afterwards (None: they are).
 
@@ -75,11 +67,12 @@ def writable(x: Tensor, read: bool) -> tuple[Tensor, Callable[[], None] | None]:
     """
     if x.is_contiguous() and not x.is_conj() and not x.is_neg():
         return flat(x), None
-    wire = flat(x).clone() if read else torch.empty(x.numel(), dtype=x.dtype)
+    wire = flat(x).clone() if read else torch.empty(x.numel(), dtype=x.dtype, device="cpu")
     target = x.detach()
 
     def after() -> None:
-        target.copy_(wire.view(target.shape))
+        with torch.inference_mode(target.is_inference()):
+            target.copy_(wire.view(target.shape))
 
     return wire, after
 
@@ -94,11 +87,6 @@ def all_writable(tensors: list[Tensor]) -> tuple[list[Tensor], Callable[[], None
             after()
 
     return [wire for wire, _ in pairs], after_all if steps else None
-
-
-def rows(flat: Tensor, size: int) -> list[Tensor]:
-    """A flat tensor in equal parts, one a rank."""
-    return list(flat.view(size, -1).unbind(0)) if flat.numel() else [flat] * size
 
 
 def addresses(flat: Tensor, size: int, num_bytes: int) -> range:
