@@ -12,10 +12,15 @@ From the bottom up, each file one idea:
     peers.py          processes met: their doorbells, and whether they live
     rendezvous.py     a group's ranks find and map each other's segments
     station.py        one per process: progress of all groups, spinning, sleeping, time-outs
-    channel.py        one per group: the queue of its calls, the steps they share
+    slots.py          the steps all ranks of a group count together, and their memory
+    channel.py        one per group: the queue of its calls
+    failing.py        who is missing, who has ended, who is to blame
     reduce.py         what the reductions compute, in which order and precision
-    collectives.py    the collectives as state machines over staged chunks
+    staged.py         the skeleton of the collectives: fill a slot, post it, read the peers'
+    reducing.py       all_reduce, reduce_scatter, reduce
+    moving.py         all_gather, broadcast, gather, scatter, all_to_all
     mail.py           send and receive: tags, any order, any source
+    calls*.py         what torch.distributed calls, in terms of these; work.py: what it gets back
     process_group.py  all of it as a `torch.distributed.ProcessGroup`
     register.py       `register_shm`
 

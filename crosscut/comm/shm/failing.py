@@ -14,6 +14,7 @@ from crosscut.comm.shm.layout import ABORTED, BEHIND, CALLS, CULPRIT, FAILED, LE
 if TYPE_CHECKING:
     from crosscut.comm.shm.channel import Channel
     from crosscut.comm.shm.operation import Need, Operation
+    from crosscut.comm.shm.slots import Slots
 
 ENDED, SLOW, MISMATCH, OTHER = range(4)  # why a rank has given up: the high half of CULPRIT
 
@@ -64,7 +65,7 @@ def _missing(channel: Channel, need: Need) -> list[int]:
     return [r for r in need.sources if (channel.segments[r].words[need.word] - need.target) & BEHIND]
 
 
-def _who(channel: Channel, rank: int) -> str:
+def _who(channel: Slots, rank: int) -> str:
     return f"rank {channel.ranks[rank]} (pid {channel.peers[rank].pid})"
 
 
@@ -79,7 +80,7 @@ def _progress_of(channel: Channel, rank: int, waiting: Operation) -> str:
     return f"{who} has begun this call but does not go on with it"
 
 
-def why(channel: Channel, rank: int) -> tuple[str, int]:
+def why(channel: Slots, rank: int) -> tuple[str, int]:
     """Why a rank will not come, and the rank that is to blame."""
     state = channel.segments[rank].words[STATE]
     who = _who(channel, rank)
