@@ -30,8 +30,8 @@ def run(args: argparse.Namespace) -> int:
     check_destination(args.json)
     if args.max_bytes < 0:
         raise ValueError(f"--max-bytes {args.max_bytes}: must be 0 or more")
-    if args.temperature < 0:
-        raise ValueError(f"--temperature {args.temperature}: must be 0 or more")
+    if not 0 <= args.temperature < float("inf"):
+        raise ValueError(f"--temperature {args.temperature}: must be 0 or more, and finite")
     from crosscut.train.run_folder import RUNS, latest_run
     from crosscut.train.sample import find, sample_run
 

@@ -193,6 +193,8 @@ def _signals() -> Iterator[list[int]]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Elastic logs what `RankError` says better, and leaves a variable in the environment."""
+    import torch.distributed.launcher.api  # noqa: F401  its loggers get levels of their own when they are made
+
     parents = [logging.getLogger("torch.distributed"), logging.getLogger("torch.multiprocessing")]
     children = [
         logging.getLogger(name)

@@ -7,6 +7,7 @@ with a validation library keeps `crosscut explain` fast: importing one takes lon
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 from collections.abc import Mapping
 from functools import cache
@@ -49,8 +50,9 @@ def mistake(section: type, name: str, value: Any) -> str | None:
     field = next(f for f in dataclasses.fields(section) if f.name == name)
     count = takes_numbers(section, name)
     if count:
-        good = isinstance(value, (list, tuple)) and len(value) == count and all(_fits(item, float) for item in value)
-        return None if good else f"must be a list of {count} numbers"
+        if not (isinstance(value, (list, tuple)) and len(value) == count and all(_fits(item, float) for item in value)):
+            return f"must be a list of {count} numbers"
+        return next((f"each {found}" for item in value if (found := _out_of_bounds(item, field.metadata))), None)
     kinds = _kinds(keys_of(section)[name])
     if not any(_fits(value, kind) for kind in kinds):
         return f"must be {' or '.join(_NAMES[kind] for kind in kinds if kind is not types.NoneType)}"
@@ -90,6 +92,10 @@ def _out_of_bounds(value: Any, bounds: Mapping[str, Any]) -> str | None:
         "most": lambda limit: value <= limit,
         "below": lambda limit: value < limit,
     }
+    if isinstance(value, float) and not math.isfinite(value):
+        return "must be finite"
+    if isinstance(value, (int, float)) and abs(value) >= 2**63:  # torch would overflow, after the start
+        return "must be below 2^63"
     limits = {name: limit for name, limit in bounds.items() if name in inside}
     if all(inside[name](limit) for name, limit in limits.items()):
         return None

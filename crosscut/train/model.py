@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,7 +83,20 @@ def _recipe_from_file(name: str, args: dict[str, Any], default_loss: Callable[..
     dims = getattr(module, "DIMS", Dims())
     if not isinstance(dims, Dims):
         raise ConfigError(f"model.name = {name!r}: DIMS in {path} is a {type(dims).__name__}, not a crosscut.Dims")
-    return Recipe(lambda: build(**args), dims, getattr(module, "loss_fn", default_loss))
+    try:
+        inspect.signature(build).bind(**args)
+    except TypeError as error:
+        raise ConfigError(f"model.name = {name!r}: {function} cannot be called with model.args: {error}") from None
+
+    def built() -> nn.Module:
+        from torch import nn
+
+        model = build(**args)
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model.name = {name!r}: {function} gave a {type(model).__name__}, not a torch.nn.Module")
+        return model
+
+    return Recipe(built, dims, getattr(module, "loss_fn", default_loss))
 
 
 def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:

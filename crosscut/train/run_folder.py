@@ -104,6 +104,10 @@ def check_folder(start: Start, overwrite: bool) -> None:
         raise ValueError(f"run.dir = {str(folder)!r} is a file; give a folder")
     if start.goes_on_in_place or not folder.is_dir() or not any(folder.iterdir()):
         parent = next(place for place in (folder, *folder.resolve().parents) if place.exists())
+        if not parent.is_dir():
+            raise ValueError(f"run.dir = {str(folder)!r}: {parent} is a file; give a folder")
+        if start.goes_on_in_place and (folder / SUMMARY).exists():
+            read_summary(folder)  # refuses one of a newer version
         if not os.access(parent, os.W_OK):
             raise ValueError(f"run.dir = {str(folder)!r}: {parent} is not writable")
         return
@@ -126,8 +130,9 @@ def create(start: Start, config: Config) -> None:
     else:
         for name in _OWN:
             durable.remove(folder / name)
-        (folder / LEDGER).mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / METRICS).touch()
+    (folder / LEDGER).mkdir(exist_ok=True)
     (folder / CONFIG).write_text(config.to_toml(), encoding="utf-8")
     (folder / LAYOUT).write_text(config.layout.to_toml(), encoding="utf-8")
     write_summary(folder, {"status": "running"})

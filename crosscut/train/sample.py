@@ -56,8 +56,8 @@ def generate(
     model: ids (1, S) -> logits (1, S, V). `window`: the sequence length it was trained with; it sees no more than that
     at a time. temperature 0 takes the likeliest byte; the same seed writes the same text.
     """
-    if temperature < 0:
-        raise ValueError(f"temperature = {temperature} must be 0 or more")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature = {temperature} must be 0 or more, and finite")
     draws = generator(seed, "sample")
     ids = [SEPARATOR_BYTE, *prompt]
     for _ in range(max_bytes):

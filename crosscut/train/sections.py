@@ -63,7 +63,7 @@ class OptimizerSection:
     name: str = key("adamw", choices=("adamw", "sgd"))
     lr: float = key(3e-3, above=0)
     weight_decay: float = key(0.1, least=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = key((0.9, 0.95), least=0, below=1)
     eps: float = key(1e-8, above=0)
     momentum: float = key(0.9, least=0, below=1)
     warmup_steps: int = key(50, least=0)

@@ -243,6 +243,7 @@ def test_a_signal_stops_all_ranks_at_once_and_leaves_the_run_readable(here, numb
         assert ranks.returncode == code, err
         assert "Traceback" not in err
         assert "interrupted" in err
+        assert "death signal" not in err  # elastic's own words
         while left := alive_in_session(ranks.pid):
             assert time.monotonic() - began < 15, left
             time.sleep(0.1)
@@ -306,6 +307,9 @@ BAD = [
     (["train", "small.toml", "--model", "tranformer"], "did you mean 'transformer'?"),
     (["train", "small.toml", "--model", "none.py:build"], "there is no file none.py"),
     (["train", "small.toml", "--model", "own.py:bild"], "own.py has no function bild"),
+    (["train", "small.toml", "--model", "own.py:print"], "own.py has no function print"),
+    (["train", "small.toml", "--model", "no_model.py:build"], "build gave a tuple, not a torch.nn.Module"),
+    (["train", "small.toml", "--model", "no_model.py:needs"], "needs cannot be called with model.args: missing"),
     (["train", "small.toml", "--model", "own.py:build", "--mesh", "tp=2,pp=2"], ""),
     (["train", "small.toml", "--backend", "glue"], "backend='glue' is unknown"),
     (["train", "small.toml", "--backend", "nccl"], "nccl"),
@@ -315,10 +319,12 @@ BAD = [
     (["train", "small.toml", "--run.dir", "text"], "run folder text exists"),
     (["train", "small.toml", "--run.dir", "text", "--overwrite"], "which no run wrote"),
     (["train", "small.toml", "--run.dir", "small.toml"], "is a file"),
+    (["train", "small.toml", "--run.dir", "small.toml/run", "--dry-run"], "small.toml is a file; give a folder"),
     (["train", "small.toml", "--json", "nowhere/x.json", "--dry-run"], "--json nowhere/x.json: cannot be written"),
     (["sample", "nowhere"], "nowhere: no such run folder"),
     (["sample", "text"], "text: no checkpoint in it"),
     (["sample", "text", "--temperature", "-1"], "--temperature -1.0: must be 0 or more"),
+    (["sample", "text", "--temperature", "nan"], "--temperature nan: must be 0 or more, and finite"),
     (["sample", "text", "--model.embed", "3"], "sample takes no config"),
 ]
 
@@ -326,6 +332,7 @@ BAD = [
 @pytest.mark.parametrize("argv, said", BAD, ids=[" ".join(argv) for argv, _ in BAD])
 def test_a_mistake_is_one_line_exit_code_2_and_nothing_is_written(here, capsys, argv, said):
     Path("own.py").write_text(OWN_MODEL)
+    Path("no_model.py").write_text("def build():\n    return 1, 2\n\n\ndef needs(width):\n    pass\n")
     Path("empty.txt").write_bytes(b"")
     before = sorted(path for path in here.rglob("*") if "__pycache__" not in path.parts)
     code, out, err = call(capsys, *argv)

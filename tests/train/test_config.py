@@ -131,6 +131,13 @@ def test_the_mlp_has_defaults_of_its_own_which_a_file_still_beats(config_file):
             "optimizer.name = 'adamx' (from --optimizer.name): must be one of",
         ),
         ({"optimizer.betas": "0.9"}, "optimizer.betas = [0.9] (from --optimizer.betas): must be a list of 2 numbers"),
+        (
+            {"optimizer.betas": "[0.9,1]"},
+            "optimizer.betas = [0.9, 1] (from --optimizer.betas): each must be >= 0 and < 1",
+        ),
+        ({"optimizer.lr": "inf"}, "optimizer.lr = inf (from --optimizer.lr): must be finite"),
+        ({"optimizer.lr": "nan"}, "optimizer.lr = nan (from --optimizer.lr): must be finite"),
+        ({"seed": "9" * 20}, "(from --seed): must be below 2^63"),
         ({"data.val_fraction": "1"}, "data.val_fraction = 1 (from --data.val_fraction): must be > 0 and < 1"),
         ({"model": "transfomer"}, "model.name = 'transfomer' is unknown; did you mean 'transformer'?"),
         ({"model": "mlp", "model.heads": "3"}, "model.heads is a key of transformer; model.name is 'mlp'"),

@@ -277,6 +277,17 @@ def test_a_newer_run_folder_is_refused_by_name(tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps({**body, "format_version": 7}))
     with pytest.raises(ValueError, match="format_version 7 is newer than 1"):
         run_folder.read_summary(tmp_path)
+    with pytest.raises(ValueError, match="format_version 7 is newer than 1"):  # before going on changes anything
+        run_folder.check_folder(start(tmp_path, tmp_path / "checkpoints" / "step-1"), False)
+
+
+def test_going_on_makes_what_the_folder_has_lost(tmp_path, text):
+    folder = tmp_path / "run"
+    run(folder, text)
+    shutil.rmtree(folder / "ledger")
+    (folder / "metrics.jsonl").unlink()
+    run(folder, text, checkpoint=folder / "checkpoints" / "step-10", train__steps=11)
+    assert (folder / "ledger" / "rank-0.json").exists()
 
 
 def test_names_of_run_folders_tell_date_and_layout(tmp_path):
