@@ -19,6 +19,8 @@ JSON_COMMANDS = [
     ["tour", "collectives", "--world-size", "2"],
     ["tour", "dp", "--world-size", "2"],
     ["train", "--dry-run", "--mesh", "dp=2"],
+    ["bench", "collectives", "--backends", "threads", "--ops", "all_reduce", "--sizes", "8", "--trials", "2"],
+    ["doctor"],
 ]
 
 
@@ -56,6 +58,7 @@ def test_json(words, capsys, tmp_path, monkeypatch):
         (["tour", "collectives", "--world-sise", "3"], "did you mean '--world-size'?"),
         (["train", "no-such-file.toml"], "no-such-file.toml"),
         (["train", "--train.stepz", "3"], "stepz"),
+        (["bench", "collectives", "--ops", "all_redcue"], "did you mean 'all_reduce'?"),
     ],
 )
 def test_bad_usage_is_one_line_and_code_2(words, part, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -49,8 +50,8 @@ class Measured:
 
 
 def measure(plan: Plan, on_event: Callable[[Event], None] = lambda event: None) -> Measured:
-    """Measure everything, world by world. Never raises for what ends the ranks: Ctrl-C, a rank that fails and a
-    time-out end up in `error`, and what was measured until then stays.
+    """Measure everything, world by world. Never raises for what ends the ranks: Ctrl-C, SIGTERM, a rank that fails and
+    a time-out end up in `error`, and what was measured until then stays.
 
     on_event: called from another thread with each event, for a progress bar.
     """
@@ -65,11 +66,11 @@ def measure(plan: Plan, on_event: Callable[[Event], None] = lambda event: None) 
             path = Path(folder) / f"{world[0]}.jsonl"
             path.touch()
             try:
-                with _following(path, take), _torch_threads():
+                with _following(path, take), _torch_threads(), _sigterm():
                     backend = "threads" if world == ("threads",) else "gloo"
                     with_shm = backend != "threads" and platform.why_not() is None
                     spawn(rank_main, plan, world, with_shm, str(path), world_size=plan.world_size, backend=backend)
-            except (Exception, KeyboardInterrupt) as error:
+            except (Exception, KeyboardInterrupt, SystemExit) as error:
                 result.error = error
                 break
     return result
@@ -101,6 +102,23 @@ def _following(path: Path, take: Callable[[Event], None]) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
+
+
+@contextlib.contextmanager
+def _sigterm() -> Iterator[None]:
+    """SIGTERM as SystemExit(143), so that it, too, leaves what was measured and no folder behind."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+
+    def stop(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ class Events:
     """Rank 0's file. The other ranks say nothing."""
 
     def __init__(self, ctx: Context, path: str) -> None:
-        self._file = open(path, "a", encoding="utf-8") if ctx.rank == 0 else None  # noqa: SIM115 (closed in close)
+        self._file = open(path, "a", encoding="utf-8") if ctx.rank == 0 else None  # noqa: SIM115 (closed in __exit__)
 
     def say(self, kind: str, **values: Any) -> None:
         """One line: {"kind": kind, ...}."""
@@ -32,8 +32,10 @@ class Events:
             self._file.write(json.dumps({"kind": kind, **values}) + "\n")
             self._file.flush()
 
-    def close(self) -> None:
-        """Say no more."""
+    def __enter__(self) -> Events:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         if self._file is not None:
             self._file.close()
 
@@ -41,9 +43,16 @@ class Events:
 def rank_main(ctx: Context, plan: Plan, backends: tuple[str, ...], with_shm: bool, path: str) -> None:
     """Measure on this rank. `with_shm`: shared memory starts the trials, also if it is not measured itself."""
     torch.set_num_threads(1)
-    events = Events(ctx, path)
-    sides = Sides(ctx, backends, with_shm)
-    if plan.with_machine and "threads" not in backends:
+    with Events(ctx, path) as events:
+        sides = Sides(ctx, backends, with_shm)
+        _measure(ctx, plan, sides, events)
+        sides.start()
+        sides.close()
+
+
+def _measure(ctx: Context, plan: Plan, sides: Sides, events: Events) -> None:
+    """Everything in the plan that the ranks of this world can measure."""
+    if plan.with_machine and ctx.backend != "threads":
         events.say("machine", **measure_rank(ctx, sides))
     for cell in plan.cells():
         events.say("cell", op=cell.op, bytes=cell.num_bytes)
@@ -52,9 +61,6 @@ def rank_main(ctx: Context, plan: Plan, backends: tuple[str, ...], with_shm: boo
     for side in sides.all if plan.matrix else []:
         for row in measure_pairs(ctx, side, sides):
             events.say("pair", **row)
-    sides.start()
-    sides.close()
-    events.close()
 
 
 def measure_cell(ctx: Context, plan: Plan, cell: Cell, sides: Sides, tick: Any) -> list[dict[str, Any]]:

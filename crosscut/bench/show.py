@@ -171,17 +171,18 @@ def machine(profile: dict[str, Any], path: Path | str, console: Console) -> None
     console.print(Text.assemble((host["cpu"], "bold"), f", {host['cores']} cores, {host['memory_bytes'] / 1e9:.0f} GB"))
     console.print(
         f"copying: one rank alone {profile['copy_gbs']:.1f} GB/s, {profile['world_size']} ranks together "
-        f"{profile['copy_all_gbs']:.1f} GB/s (bytes copied: each read once and written once)"
+        f"{profile['copy_all_gbs']:.1f} GB/s\nmatrix products in fp32, on 1 thread of each rank at once:"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("matmul m x k x n, fp32, 1 thread", "us", "GFLOP/s"):
+    for name in ("matmul m x k x n", "us", "GFLOP/s"):
         table.add_column(name, justify="right" if table.columns else "left")
     for row in profile["matmul"]:
         shape = f"{row['m']} x {row['k']} x {row['n']}"
         table.add_row(shape, figures(row["time_us_median"]), f"{row['gflops_per_s']:.1f}")
     console.print(table)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("t = latency + S / bandwidth", "back end", "ranks", "latency us", "bandwidth GB/s", "fit error"):
+    console.print(Text("\na call takes latency + S / bandwidth; fit error: median distance from that", style="dim"))
+    for name in ("op", "back end", "ranks", "latency us", "bandwidth GB/s", "fit error"):
         table.add_column(name, justify="left" if len(table.columns) < 2 else "right")
     for row in profile["links"]:
         bandwidth = "-" if row["bandwidth_gbs"] is None else f"{row['bandwidth_gbs']:.2f}"

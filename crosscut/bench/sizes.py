@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-
-from crosscut.layout.errors import nearest
 
 UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
@@ -16,10 +15,12 @@ def parse_size(text: str) -> int:
     if match is None:
         raise ValueError(f"size {text.strip()!r} is not a number of bytes; write 8, 4KiB or 100MB")
     number, unit = match.groups()
-    known = {name.lower(): scale for name, scale in UNITS.items()}
+    known = {name.lower(): name for name in UNITS}
     if unit and unit.lower() not in known:
-        raise ValueError(f"size {text.strip()!r}: unknown unit {unit!r}{nearest(unit, UNITS)}")
-    size = float(number) * known[unit.lower() or "b"]
+        near = difflib.get_close_matches(unit.lower(), known, 1, cutoff=0.5)
+        hint = f"did you mean {number}{known[near[0]]}?" if near else f"use one of {', '.join(UNITS)}"
+        raise ValueError(f"size {text.strip()!r}: unknown unit {unit!r}; {hint}")
+    size = float(number) * UNITS[known[unit.lower() or "b"]]
     if size < 1 or size != int(size):
         raise ValueError(f"size {text.strip()!r} is not a whole number of bytes, 1 or more")
     return int(size)

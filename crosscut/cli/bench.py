@@ -82,17 +82,19 @@ def _collectives(args: argparse.Namespace) -> int:
     )
     for flag in ("json", "csv", "plot"):
         check_destination(getattr(args, flag), f"--{flag}")
+        if flag != "json" and getattr(args, flag) == "-":
+            raise ValueError(f"--{flag} -: only --json writes to stdout; give a file")
     if args.plot:
         plot.require()
     measured = _measure(plan)
-    if measured.rows or isinstance(measured.error, KeyboardInterrupt):
+    if measured.rows or isinstance(measured.error, (KeyboardInterrupt, SystemExit)):
         if args.json:
             write_json(args.json, "crosscut.bench.collectives", show.to_json(measured))
         if args.csv:
             show.write_csv(args.csv, measured.rows)
         if args.plot:
             plot.write_plot(args.plot, measured)
-        if args.json != "-":
+        if args.json != "-" and measured.rows:
             show.collectives(measured, Console(highlight=False))
     if measured.error is not None:
         raise measured.error
