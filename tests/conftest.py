@@ -17,6 +17,7 @@ def pool():
     assert workers.launches <= 16, f"{workers.launches} worker launches: a test breaks the pool again and again"
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items):
     """Tests that start or use processes share one worker of pytest-xdist: one pool, and no two worlds at a time. So do
     those of a module that shares an expensive run."""

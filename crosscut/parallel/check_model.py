@@ -12,7 +12,7 @@ from crosscut.comm.context import Context
 from crosscut.comm.launch import spawn
 from crosscut.layout.layout import Layout
 from crosscut.layout.rules import derive
-from crosscut.layout.spec import Dims
+from crosscut.layout.spec import Dims, ModelSpec
 from crosscut.parallel.batch import local_batch
 from crosscut.parallel.distribute import DistributedModel, LossFn, distribute
 from crosscut.parallel.inspect import loss_kind, spec_from_module
@@ -46,6 +46,8 @@ def check_model(
     """
     module = build_model()
     spec = spec_from_module(module, dims)
+    for mesh in layouts:  # what the table lacks is said first, with or without data
+        _derive(spec, mesh)
     if batch is None:
         batch = _token_batch(spec, module)
     loss = loss_fn or _default_loss(dims)
@@ -54,10 +56,7 @@ def check_model(
     tried = []
     for mesh in layouts:
         layout = Layout.of(mesh, compute="fp64")
-        try:
-            derive(spec, layout, batch=inputs.size(0), seq=seq)
-        except ValueError as error:
-            raise ContractError(f"{mesh}: {error}") from error
+        _derive(spec, mesh, inputs.size(0), seq)
         one = spawn(
             _one_step,
             build_model,
@@ -86,6 +85,17 @@ def check_model(
         _compare(mesh, one, many)
         tried.append(mesh)
     return Checked(tuple(tried))
+
+
+def _derive(spec: ModelSpec, mesh: str, batch: int | None = None, seq: int | None = None) -> None:
+    """Raise ContractError where the table does not do for `mesh`; without sizes, for the least batch that divides."""
+    try:
+        layout = Layout.of(mesh, compute="fp64")
+        if seq is None and "seq" in spec.input_dims:
+            seq = layout.mesh.world_size
+        derive(spec, layout, batch=batch or layout.micro_batches * layout.mesh.size(layout.batch_axes), seq=seq)
+    except ValueError as error:
+        raise ContractError(f"{mesh}: {error}") from error
 
 
 @dataclass(frozen=True)

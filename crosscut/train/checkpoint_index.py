@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from crosscut.layout.plan import ParamPlan
 from crosscut.train import durable
 
 SCHEMA = "crosscut.checkpoint"
@@ -111,8 +112,21 @@ class Index:
         """Samples consumed: the position in the data."""
         return int(self.body["samples"])
 
-    def check_file(self, name: str) -> None:
-        """Raise CheckpointError unless the file is there, whole and unchanged."""
+    def check_parameters(self, params: Mapping[str, ParamPlan]) -> None:
+        """Raise CheckpointError unless it is of a model with these parameters."""
+        saved = {name: tuple(entry["shape"]) for name, entry in self.body["parameters"].items()}
+        ours = {name: plan.shape for name, plan in params.items() if plan.tied_to is None}
+        where = f"checkpoint {self.path}: it is of another model:"
+        if missing := [name for name in ours if name not in saved]:
+            raise CheckpointError(f"{where} {missing[0]} is not in it ({len(missing)} such)")
+        if extra := [name for name in saved if name not in ours]:
+            raise CheckpointError(f"{where} this one has no {extra[0]} ({len(extra)} such)")
+        for name, shape in ours.items():
+            if saved[name] != shape:
+                raise CheckpointError(f"{where} {name} is {saved[name]} there and {shape} here")
+
+    def check_file(self, name: str, *, content: bool = True) -> None:
+        """Raise CheckpointError unless the file is there, of its size, and (`content`) unchanged."""
         file, expected = self.path / name, self.body["files"][name]
         if not file.is_file():
             raise CheckpointError(f"checkpoint {self.path}: {name} is missing")
@@ -121,5 +135,5 @@ class Index:
             raise CheckpointError(
                 f"checkpoint {self.path}: {name} is damaged ({size:,} bytes, {expected['bytes']:,} were written)"
             )
-        if durable.sha256(file) != expected["sha256"]:
+        if content and durable.sha256(file) != expected["sha256"]:
             raise CheckpointError(f"checkpoint {self.path}: {name} is damaged (its content does not match its digest)")

@@ -32,7 +32,7 @@ def load(path: Path, model: DistributedModel, optimizer: torch.optim.Optimizer |
         for i, name in enumerate(index.body["files"]):
             if i % ctx.world_size == ctx.rank:  # each file is digested once
                 index.check_file(name)
-        _check_model(index, model)
+        index.check_parameters(model.plan.params)
     coords, sizes = ctx.coords, model.layout.mesh.sizes
     with Reader(index) as reader:
         for name, p in model.named_parameters():
@@ -96,19 +96,6 @@ class Reader:
         if missing:
             raise CheckpointError(f"checkpoint {self.index.path}: {missing} of the numbers of {name} are in no file")
         return out
-
-
-def _check_model(index: Index, model: DistributedModel) -> None:
-    saved = {name: tuple(entry["shape"]) for name, entry in index.body["parameters"].items()}
-    ours = {name: plan.shape for name, plan in model.plan.params.items() if plan.tied_to is None}
-    where = f"checkpoint {index.path}"
-    if missing := [name for name in ours if name not in saved]:
-        raise CheckpointError(f"{where}: it is of another model: {missing[0]} is not in it ({len(missing)} such)")
-    if extra := [name for name in saved if name not in ours]:
-        raise CheckpointError(f"{where}: it is of another model: this one has no {extra[0]} ({len(extra)} such)")
-    for name, shape in ours.items():
-        if saved[name] != shape:
-            raise CheckpointError(f"{where}: it is of another model: {name} is {saved[name]} there and {shape} here")
 
 
 def _load_optimizer(reader: Reader, model: DistributedModel, optimizer: torch.optim.Optimizer) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from crosscut.layout.cuts import normal_cuts
 from crosscut.layout.errors import LayoutError, nearest
 from crosscut.layout.layout import SECTIONS, Layout
 from crosscut.train import toml
@@ -25,6 +27,8 @@ class LayoutSource:
     def __init__(self) -> None:
         self.tables: dict[str, dict[str, Any]] = {}
         self.flags: dict[str, Any] = {}
+        self.cuts: dict[str, Any] = {}  # single cuts by flag: they hold on whatever mesh the other flags lead to
+        self.cuts_source = ""
         self.origins: dict[str, str] = {}
 
     def take_tables(self, tables: Mapping[str, Any], source: str) -> None:
@@ -53,8 +57,12 @@ class LayoutSource:
         known = SECTIONS[table]
         if known and key not in known:
             raise LayoutError(f"{source}: unknown key {table}.{key}{nearest(key, known)}")
-        if table == "cuts" and isinstance(value, str) and "," in value:
-            value = [axis.strip() for axis in value.split(",")]
+        if table == "cuts":
+            if isinstance(value, str):  # "cp,tp" is a list; "none" leaves the dim whole
+                value = [axis.strip() for axis in value.split(",") if axis.strip() not in ("", "none")]
+            self.cuts[key] = value
+            self.cuts_source = source
+            return
         self.tables.setdefault(table, {})[key] = value
         self.origins[table] = source
 
@@ -88,4 +96,7 @@ class LayoutSource:
             self.origins[SHORT_LAYOUT_FLAGS[name]] = "--" + name.replace("_", "-")
         if mesh is not None and (layout.cuts != base.cuts or "cuts" not in self.origins):
             self.origins["cuts"] = "the usual cuts of --mesh" + (" and --sp" if self.flags.get("sp") else "")
+        if self.cuts:
+            layout = replace(layout, cuts=normal_cuts({**layout.cuts, **self.cuts}, layout.mesh))
+            self.origins["cuts"] = self.cuts_source
         return layout

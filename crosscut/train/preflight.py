@@ -11,6 +11,7 @@ from typing import Any
 from crosscut.layout.plan import ParamPlan, Plan
 from crosscut.layout.store import DTYPES
 from crosscut.train import corpus, run_folder
+from crosscut.train.checkpoint_index import Index
 from crosscut.train.config import Config
 from crosscut.train.display import megabytes, number
 from crosscut.train.model import plan_of
@@ -50,6 +51,11 @@ def check(config: Config, start: run_folder.Start, *, launched: bool = False, ch
             raise ValueError(f"model.vocab = {config.model.vocab} cannot hold text as bytes; use 256 or more")
         text = corpus.find(config.data.path, config.data.val_fraction)
         text.require(config.train.seq_len)
+    if start.checkpoint is not None:  # its content is digested later, by the ranks
+        index = Index.open(start.checkpoint)
+        for name in index.body["files"]:
+            index.check_file(name, content=False)
+        index.check_parameters(plan.params)
     if check_folder:
         run_folder.check_folder(start, config.run.overwrite)
     every = config.run.save_every

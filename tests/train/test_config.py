@@ -199,3 +199,13 @@ def test_every_key_of_a_model_is_a_key_of_its_section_and_no_section_is_called_l
 def test_config_needs_no_torch():
     code = "import sys; from crosscut.train.config import load_config; load_config(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("value", ["none", "[]", ""])
+def test_a_cut_by_flag_holds_on_the_mesh_of_another_flag(value):
+    """Whichever comes first: the usual cuts of --mesh are taken, and then changed."""
+    for flags in (["mesh", "cuts.vocab"], ["cuts.vocab", "mesh"]):
+        given = {"mesh": "tp=2", "cuts.vocab": value, "model.vocab": "257"}
+        config = load_config(None, {**{flag: given[flag] for flag in flags}, "model.vocab": "257"})
+        assert config.layout.cuts["mlp"] == ("tp",)
+        assert not config.layout.cuts.get("vocab")

@@ -298,3 +298,28 @@ def test_names_of_run_folders_tell_date_and_layout(tmp_path):
     assert folder.name.endswith("-pp2-tp2")
     named = replace(config, run=replace(config.run, dir=str(tmp_path)))
     assert run_folder.start_of(named, None).folder == tmp_path
+
+
+def test_a_checkpoint_that_cannot_be_used_is_refused_before_anything_starts(tmp_path, text):
+    """What a dry run can know of it: its version, that its files are there and whole in size, and its model."""
+    from crosscut.train.preflight import check
+
+    folder = tmp_path / "run"
+    run(folder, text, train__steps=5)
+    (saved,) = saved_steps(folder).values()
+
+    def refused(message, **overrides):
+        keys = {**SMALL, "data.path": str(text), "run.dir": str(folder), "mesh": "tp=2", **overrides}
+        config = load_config(None, keys)
+        with pytest.raises(ValueError, match=message):
+            check(config, run_folder.start_of(config, saved), check_folder=False)
+
+    refused(r"another model: layers.0.mlp.gate.weight is \(36, 24\) there and \(48, 24\) here", **{"model.mlp": 48})
+    file = saved / "rank-0.safetensors"
+    whole_file = file.read_bytes()
+    file.write_bytes(whole_file[:-1])
+    refused("rank-0.safetensors is damaged")
+    file.unlink()
+    refused("rank-0.safetensors is missing")
+    (saved / "index.json").write_text("{")
+    refused("index.json is damaged")
