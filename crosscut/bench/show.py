@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ COLUMNS = (
     "busbw_gbs",
     "correct",
 )
+
+BOTH_IN_A_CELL = 4  # as many ranks have room for a latency and a bandwidth side by side
+COLUMNS_OF_NUMBERS = 8
 
 
 def to_json(measured: Measured) -> dict[str, Any]:
@@ -131,19 +135,35 @@ def _matrix(measured: Measured, console: Console) -> None:
     size = measured.plan.world_size
     for backend in dict.fromkeys(row["backend"] for row in measured.matrix):
         cells = {(row["src"], row["dst"]): row for row in measured.matrix if row["backend"] == backend}
+        console.print(Text.assemble((f"\nfrom rank to rank, {backend}", "bold"), ", one message at a time"))
+        if size <= BOTH_IN_A_CELL:
+            _grid(size, cells, lambda cell: f"{_latency(cell)} us  {_bandwidth(cell)} GB/s", "from \\ to", console)
+            continue
+        _grid(size, cells, _latency, "us", console)
+        _grid(size, cells, _bandwidth, "GB/s", console)
+
+
+def _latency(cell: dict[str, Any]) -> str:
+    return figures(cell["latency_us"])
+
+
+def _bandwidth(cell: dict[str, Any]) -> str:
+    return f"{cell['bandwidth_gbs']:.2f}"
+
+
+def _grid(
+    size: int, cells: dict[Any, Any], text: Callable[[dict[str, Any]], str], corner: str, console: Console
+) -> None:
+    """A row a sender, a column a receiver; columns in blocks where they are many."""
+    step = BOTH_IN_A_CELL if size <= BOTH_IN_A_CELL else COLUMNS_OF_NUMBERS
+    for first in range(0, size, step):
+        receivers = range(first, min(first + step, size))
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-        table.add_column("from \\ to", no_wrap=True)
-        for dst in range(size):
+        table.add_column(corner, no_wrap=True)
+        for dst in receivers:
             table.add_column(f"rank {dst}", justify="right", no_wrap=True)
         for src in range(size):
-            words = [
-                f"{figures(cell['latency_us'])} us  {cell['bandwidth_gbs']:.2f} GB/s"
-                if (cell := cells.get((src, dst)))
-                else "-"
-                for dst in range(size)
-            ]
-            table.add_row(f"rank {src}", *words)
-        console.print(Text.assemble((f"\nfrom rank to rank, {backend}", "bold"), ", one message at a time"))
+            table.add_row(f"rank {src}", *(text(cells[src, dst]) if (src, dst) in cells else "-" for dst in receivers))
         console.print(table)
 
 
@@ -158,8 +178,8 @@ def _lecture(measured: Measured, console: Console) -> None:
     console.print(
         Text(
             f"\nbusbw of all_reduce is what is sent / (n * t): sent = 2 S (n-1) = {2 * size * (n - 1):,} bytes, "
-            f"n = {n}, t = {time_s:.6f} s ({row['backend']}, {row['via']}, {size_text(size)}): {counted:.3f} GB/s; "
-            f"busbw {row['busbw_gbs']:.3f} GB/s",
+            f"n = {n}, t = {time_s:.6f} s ({row['backend']}, {row['via']}, {size_text(size)}): {counted:.3g} GB/s; "
+            f"busbw {row['busbw_gbs']:.3g} GB/s",
             style="dim",
         )
     )

@@ -115,8 +115,17 @@ def test_what_is_printed(capsys):
     assert "all_reduce: S is the tensor, f = 2(n-1)/n" in shown
     assert "4 KiB threads group" in shown
     assert "sent = 2 S (n-1) = 8,192 bytes" in shown  # the lectures' formula, and that it is busbw
-    counted, busbw = re.search(r"4 KiB\): ([\d.]+) GB/s; busbw ([\d.]+) GB/s", shown).groups()
+    counted, busbw = re.search(r"4 KiB\): ([\d.e-]+) GB/s; busbw ([\d.e-]+) GB/s", shown).groups()
     assert counted == busbw
+    assert "rank 0 - " in shown
+
+
+def test_the_matrix_of_many_ranks_comes_in_blocks(capsys):
+    assert main([*BENCH, *"--backends threads --world-size 9 --ops reduce --sizes 8 --trials 1".split()]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum("rank 7" in line for line in lines) == 2 + 4  # two headers, and a row in each of four tables
+    assert [line.split()[0] for line in lines if "rank 8" in line and not line.startswith("rank")] == ["us", "GB/s"]
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
