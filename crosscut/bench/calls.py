@@ -118,9 +118,8 @@ def by_torch(group: Any, b: Buffers) -> Call:
 
 
 def by_copying(b: Buffers) -> Call:
-    """What an all_reduce through memory cannot beat: this rank reads n*S and writes n*S, while all others do the same.
-
-    (To fetch n parts, or to read n-1 peers' and its own, and to write the result.)
+    """The copy limit, a yardstick for an all_reduce through memory: this rank reads n*S and writes n*S by memcpy, while
+    all others do the same. One that stages less than that through shared memory can be faster.
     """
     to = torch.zeros_like(b.x)
 

@@ -84,7 +84,7 @@ def collectives(measured: Measured, console: Console) -> None:
     if measured.copy_limit:
         console.print(
             Text(
-                "\n% copy: of the copy limit, the time in which every rank at once reads n*S and writes n*S",
+                "\n% copy: speed relative to the copy limit, every rank at once reading n*S and writing n*S by memcpy",
                 style="dim",
             )
         )
