@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One call of one rank, as it is matched against the other ranks' and named in messages.
 
     `shape`, `dtype` are the user's, before any conversion. `root` and `peer` are group-local. `site` is the

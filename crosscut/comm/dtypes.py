@@ -17,6 +17,8 @@ A sum of bools could mean a count or an "or"; say which: `max` is or, `min` is a
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 OPS = ("sum", "min", "max", "prod", "avg")
@@ -28,6 +30,7 @@ INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.u
 COMPLEX = frozenset({torch.complex64, torch.complex128})
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32`, without the `torch.`."""
     return str(dtype).removeprefix("torch.")

@@ -23,6 +23,7 @@ from crosscut.comm.guards import Guard
 from crosscut.comm.handle import Handle
 
 __all__ = ["Group", "Handle"]
+SHORT_BYTES = 1 << 15  # where a back end may have a quicker way
 
 
 class Group(GroupBase):
@@ -44,6 +45,8 @@ class Group(GroupBase):
         if backend is None:
             return self._now(x, async_op)
         call = self._call("all_reduce", x, tag, kind, x.nbytes, reduce_op=op)
+        if self._short is not None and not async_op and self._short.all_reduce(x, op, call):
+            return x
         guarded = async_op and backend.guards
         wire = to_wire(x, widen=backend.reduces_in_fp32, copy=guarded)
         guards = (Guard(x, call, writes=True),) if guarded else ()
@@ -72,12 +75,17 @@ class Group(GroupBase):
     ) -> Result:
         """The reduction of all ranks' `x`, of which rank r gets the r-th of `size` equal pieces along `dim` (new)."""
         self._check("reduce_scatter", x, op=op)
-        dim = checks.dim(f"reduce_scatter over {self.label}", x, dim)
-        checks.divides(f"reduce_scatter over {self.label}", x, dim, self.size)
+        if dim or not x.dim() or x.shape[0] % len(self.ranks):
+            dim = checks.dim(f"reduce_scatter over {self.label}", x, dim)
+            checks.divides(f"reduce_scatter over {self.label}", x, dim, self.size)
         backend = self._backend
         if backend is None:
             return self._now(new_copy(x), async_op)
         call = self._call("reduce_scatter", x, tag, kind, x.nbytes, reduce_op=op, dim=dim)
+        if self._short is not None and not async_op and not dim and x.nbytes <= SHORT_BYTES:
+            piece = x.new_empty((x.shape[0] // len(self.ranks), *x.shape[1:]))
+            if self._short.reduce_scatter(piece, x, op, call):
+                return piece
         # The pieces must be contiguous one after another: bring the cut dim to the front of each piece.
         if dim == 0:
             pieces, shape = x, (x.shape[0] // self.size, *x.shape[1:])
@@ -164,12 +172,17 @@ class Group(GroupBase):
     ) -> Result:
         """All ranks' `x` in rank order, concatenated along `dim` (a new tensor). Equal shapes; 0-d gives (size,)."""
         self._check("all_gather", x)
-        dim = checks.dim(f"all_gather over {self.label}", x.view(1) if x.dim() == 0 else x, dim)
+        if dim:
+            dim = checks.dim(f"all_gather over {self.label}", x.view(1) if x.dim() == 0 else x, dim)
         shape = tuple(x.shape) or (1,)
         backend = self._backend
         if backend is None:
             return self._now(new_copy(x).view(shape), async_op)
         call = self._call("all_gather", x, tag, kind, x.nbytes * self.size, dim=dim)
+        if self._short is not None and not async_op and not dim and x.nbytes <= SHORT_BYTES:
+            whole = x.new_empty((len(self.ranks) * shape[0], *shape[1:]))
+            if self._short.all_gather(whole, x, call):
+                return whole
         guarded = async_op and backend.guards
         wire = flat(x, copy=guarded)
         guards = (Guard(x, call, writes=False),) if guarded else ()

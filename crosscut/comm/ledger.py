@@ -60,7 +60,9 @@ class Ledger:
         """Count one call."""
         if self._all_control:
             entry = entry._replace(kind="control")
-        self.add(entry.kind, entry.tag, entry.axis, entry.op, 1, entry.bytes)
+        key = entry[:4]
+        calls, num_bytes = self.counters.get(key, (0, 0))
+        self.counters[key] = (calls + 1, num_bytes + entry.bytes)
         self.entries.append(entry)
 
     def add(self, kind: str, tag: str, axis: str, op: str, calls: int, num_bytes: int) -> None:

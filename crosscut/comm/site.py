@@ -11,10 +11,15 @@ _COMM = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _TORCH = f"{os.sep}torch{os.sep}"
 
 
-@lru_cache(maxsize=4096)
+_ours: dict[str, bool] = {}  # a dict, since every call looks a few names up
+
+
 def _is_ours(filename: str) -> bool:
     """Frames to skip: this package's communication code, torch's, and contextlib's."""
-    return filename.startswith(_COMM) or _TORCH in filename or filename.endswith(("contextlib.py", "<string>"))
+    ours = filename.startswith(_COMM) or _TORCH in filename or filename.endswith(("contextlib.py", "<string>"))
+    if len(_ours) < 4096:
+        _ours[filename] = ours
+    return ours
 
 
 @lru_cache(maxsize=4096)
@@ -29,7 +34,10 @@ def short_path(filename: str) -> str:
 def call_site() -> str:
     """`file:line` of the nearest caller outside the communication code."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_ours(frame.f_code.co_filename):
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if not (_ours[filename] if filename in _ours else _is_ours(filename)):
+            break
         frame = frame.f_back
     if frame is None:
         return "?"

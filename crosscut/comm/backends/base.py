@@ -81,6 +81,25 @@ class Backend(Protocol):
         ...
 
 
+class ShortCalls(Protocol):
+    """What a back end may have besides, as its attribute `short`: a quicker way for short calls that are waited for.
+
+    Tensors have any shape and dtype. Each call returns False, with nothing done, if it cannot be used for them, or now.
+    """
+
+    def all_reduce(self, x: torch.Tensor, op: str, call: Call) -> bool:
+        """In place; `op` may be avg."""
+        ...
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor, call: Call) -> bool:
+        """`out` takes all ranks' `x`, one after another."""
+        ...
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, op: str, call: Call) -> bool:
+        """The parts of `x` stand in rank order; `op` may be avg."""
+        ...
+
+
 class World(Protocol):
     """The transport of one rank among all: makes groups."""
 

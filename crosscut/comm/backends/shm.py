@@ -9,7 +9,7 @@ import torch
 
 from crosscut.comm.backends.base import Work
 from crosscut.comm.call import Call
-from crosscut.comm.shm import moving, reducing, staged
+from crosscut.comm.shm import moving, reducing, short, staged
 from crosscut.comm.shm.channel import Channel
 from crosscut.comm.shm.operation import Operation
 from crosscut.comm.shm.tensors import addresses
@@ -28,6 +28,7 @@ class ShmGroup:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._seq = 0
+        self.short = ShmShort(channel)
 
     def next_seq(self) -> int:
         self._seq += 1
@@ -85,6 +86,22 @@ class ShmGroup:
     def _rows(self, x: Tensor, num_bytes: int) -> range:
         """The addresses of the equal parts of a tensor, one a rank."""
         return addresses(x, self._channel.size, num_bytes)
+
+
+class ShmShort:
+    """Its short calls."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def all_reduce(self, x: Tensor, op: str, call: Call) -> bool:
+        return short.all_reduce(self._channel, x, op, call.where)
+
+    def all_gather(self, out: Tensor, x: Tensor, call: Call) -> bool:
+        return short.all_gather(self._channel, out, x, call.where)
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, op: str, call: Call) -> bool:
+        return short.reduce_scatter(self._channel, out, x, op, call.where)
 
 
 class _Both:

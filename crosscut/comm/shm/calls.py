@@ -5,6 +5,7 @@ The methods of a torch process group take lists of tensors and an options object
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from crosscut.comm.shm.operation import Operation, Steps
 from crosscut.comm.shm.work import InnerWork
 
 Tensor = torch.Tensor
+_NONE = datetime.timedelta(0)
 _OLD_NAMES = {
     "all_gather_single": "_allgather_base",
     "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
@@ -36,6 +38,10 @@ class Calls:
         """Let the other back end serve a call."""
         call = getattr(self.inner, method, None) or getattr(self.inner, _OLD_NAMES[method])
         return InnerWork(call(*(arg for arg in args if arg is not None)), self.channel.station)
+
+    def _waits(self, opts: Any) -> bool:
+        """Whether the caller waits at once, with the group's own time-out."""
+        return opts is not None and not getattr(opts, "asyncOp", True) and opts.timeout < _NONE
 
     def _submit(self, name: str, x: Tensor | None, steps: Steps, opts: Any) -> Operation:
         timeout = getattr(opts, "timeout", None)

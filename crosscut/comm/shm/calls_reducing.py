@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from crosscut.comm.dtypes import flat
-from crosscut.comm.shm import reducing
+from crosscut.comm.shm import reducing, short
 from crosscut.comm.shm.calls import Calls
 from crosscut.comm.shm.operation import Operation
 from crosscut.comm.shm.tensors import addresses, check_reduction, listed, lists, reduction, served, then, writable
@@ -25,6 +25,10 @@ class Reductions(Calls):
         if not served(xs):
             return self._inner("allreduce", tensors, opts)
         op, factor = reduction(opts)
+        if factor is None and len(xs) == 1 and self._waits(opts):
+            check_reduction("all_reduce", op, xs[0])
+            if short.all_reduce(self.channel, xs[0], op, self._label("all_reduce", xs[0])):
+                return ShmWork((), xs)
         operations = []
         for x in xs:
             wire, after = writable(x, read=True)
@@ -68,23 +72,28 @@ class Reductions(Calls):
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         if not served([output, input]):
             return self._inner("reduce_scatter_single", output, input, opts)
-        return ShmWork([self._reduce_scatter_single(output, input, opts)], [output])
+        operation = self._reduce_scatter_single(output, input, opts)
+        return ShmWork(() if operation is None else (operation,), [output])
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         if not served([*outputs, *inputs]):
             return self._inner("reduce_scatter_single_coalesced", outputs, inputs, opts)
-        pairs = zip(outputs, inputs, strict=True)
-        return ShmWork([self._reduce_scatter_single(out, x, opts) for out, x in pairs], list(outputs))
+        operations = [self._reduce_scatter_single(out, x, opts) for out, x in zip(outputs, inputs, strict=True)]
+        return ShmWork([one for one in operations if one is not None], list(outputs))
 
-    def _reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any) -> Operation:
+    def _reduce_scatter_single(self, out: Tensor, x: Tensor, opts: Any) -> Operation | None:
         if x.numel() != out.numel() * self._size or x.dtype != out.dtype:
             raise ValueError(
                 f"reduce_scatter: {x.numel()} elements of {x.dtype} in, {out.numel()} of {out.dtype} out, over "
                 f"{self._size} ranks; the input must be {self._size} times the output, of one dtype"
             )
         op, factor = reduction(opts)
+        check_reduction("reduce_scatter", op, out)
+        label = self._label("reduce_scatter", out)
+        plain = factor is None and out.is_contiguous() and not out.requires_grad
+        if plain and self._waits(opts) and short.reduce_scatter(self.channel, out, x, op, label):
+            return None
         wire, after = writable(out, read=False)
-        check_reduction("reduce_scatter", op, wire)
         whole = flat(x) if factor is None else flat(x) * factor
         begin, width = self.channel.rank * wire.numel(), wire.numel()
         given = addresses(whole, self._size, wire.nbytes)

@@ -18,7 +18,7 @@ from crosscut.comm.shm import failing
 from crosscut.comm.shm import station as stations
 from crosscut.comm.shm.layout import ABORTED, CULPRIT, FAILED, LEFT, STATE
 from crosscut.comm.shm.mail import Mail
-from crosscut.comm.shm.operation import Label, Operation, Steps
+from crosscut.comm.shm.operation import Label, Operation, Steps, named
 from crosscut.comm.shm.slots import Slots
 
 _FLUSH_S = 10.0
@@ -43,10 +43,14 @@ class Channel(Slots):
             if self.broken is not None:
                 self.refuse()
             operation = Operation(self, steps, label, self.timeout_s if timeout_s is None else timeout_s)
-            self._queue.append(operation)
-            self.activate()
+            self.enqueue(operation)
             self.advance()
         return operation
+
+    def enqueue(self, operation: Operation) -> None:
+        """Put a collective behind those under way."""
+        self._queue.append(operation)
+        self.activate()
 
     def send(self, x: torch.Tensor, peer: int, tag: int, label: Label, timeout_s: float | None = None) -> Operation:
         """Send a flat contiguous tensor to rank `peer` of the group."""
@@ -99,7 +103,7 @@ class Channel(Slots):
                 queue.popleft()
                 self.finish(operation)
             except Exception as error:
-                self.fail(_named(error, operation), failing.reason_of(error), self.rank)
+                self.fail(named(error, operation.label), failing.reason_of(error), self.rank)
                 return
             except BaseException:
                 self.fail(CommError(f"{operation.text()} was interrupted"), failing.OTHER, self.rank)
@@ -174,8 +178,3 @@ class Channel(Slots):
         if self.broken is not None:
             self.broken.__traceback__ = None
         stations.close_if_idle(self.station)
-
-
-def _named(error: Exception, operation: Operation) -> Exception:
-    """The error with the user's call before it."""
-    return type(error)(f"{operation.text()}: {error}") if isinstance(error, CommError) else error

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, NamedTuple
 
+from crosscut.comm.errors import CommError
+
 if TYPE_CHECKING:
     from crosscut.comm.shm.channel import Channel
 
@@ -68,4 +70,14 @@ class Operation:
 
     def text(self) -> str:
         """What the user called."""
-        return self.label if isinstance(self.label, str) else self.label()
+        return text_of(self.label)
+
+
+def text_of(label: Label) -> str:
+    """A label in words."""
+    return label if isinstance(label, str) else label()
+
+
+def named(error: Exception, label: Label) -> Exception:
+    """An error between ranks with the user's call before it; any other as it is."""
+    return type(error)(f"{text_of(label)}: {error}") if isinstance(error, CommError) else error

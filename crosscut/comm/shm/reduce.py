@@ -106,6 +106,19 @@ def fold(op: str, parts: Sequence[Tensor], out: Tensor, scratch: Tensor) -> None
             torch.div(out, size, rounding_mode="trunc", out=out)
 
 
+def fold_plain(op: str, parts: Sequence[Tensor], out: Tensor) -> None:
+    """The same for dtypes of at least 4 bytes or integers and an `out` that is none of the parts: fewer cases."""
+    if out.is_inference() or (op == "avg" and not out.is_floating_point()) or len(parts) == 1:
+        fold(op, parts, out, parts[0])
+        return
+    function = _TORCH[op]
+    function(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        function(out, part, out=out)
+    if op == "avg":
+        out.div_(len(parts))
+
+
 def _fold_unsigned(op: str, parts: Sequence[Tensor], out: Tensor) -> None:
     total = parts[0].numpy().copy()
     for part in parts[1:]:

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 WHOLE_BYTES = 1 << 15  # up to here each rank shows everything and reduces everything in one step
 PAIR_BYTES = 1 << 19  # a step of two ranks
-_NAMES = {getattr(torch, name): name for name in DTYPES if name}
+NAMES = {getattr(torch, name): name for name in DTYPES if name}
 
 
 def all_reduce(channel: Channel, x: Tensor, op: str) -> Steps:
     """`x` becomes the reduction of all ranks' `x`."""
     num_bytes = x.nbytes
-    signature = sign("all_reduce", op, _NAMES.get(x.dtype, "?"), 0, num_bytes)
+    signature = sign("all_reduce", op, NAMES.get(x.dtype, "?"), 0, num_bytes)
     if num_bytes <= WHOLE_BYTES:
         return _all_reduce_whole(channel, x, op, signature)
     if channel.size <= 2:
@@ -136,7 +136,7 @@ def reduce_scatter(
     pieces: where this rank's pieces for each rank begin; own: gives the one for itself; held: what owns the memory.
     """
     size, rank, item, total = channel.size, channel.rank, out.element_size(), out.numel()
-    signature = sign("reduce_scatter", op, _NAMES.get(out.dtype, "?"), 0, out.nbytes)
+    signature = sign("reduce_scatter", op, NAMES.get(out.dtype, "?"), 0, out.nbytes)
     width = SLOT // size // ALIGN * ALIGN // item
     scratch = channel.scratch((4 + item) * min(width, total))
     short = (
@@ -176,7 +176,7 @@ def reduce_to(channel: Channel, x: Tensor, root: int, op: str) -> Steps:
         reduce.fold(op, parts, own, scratch)
 
     steps = max(1, -(-total // width))
-    signature = sign("reduce", op, _NAMES.get(x.dtype, "?"), root, x.nbytes)
+    signature = sign("reduce", op, NAMES.get(x.dtype, "?"), root, x.nbytes)
     if channel.rank == root:
         return staged(channel, signature, steps, None, read, channel.others)
     return staged(channel, signature, steps, fill, None, (), x)

@@ -66,6 +66,9 @@ class Slots:
         self.words = self.segments[rank].words
         self.others = tuple(r for r in range(self.size) if r != rank)
         self.other_words = [self.segments[r].words for r in self.others]
+        self.other_longs = [self.segments[r].longs for r in self.others]
+        self._longs = self.segments[rank].longs
+        self._signatures = self.layout.signatures_bytes // 8
         self.slot_address = [segment.address + self.layout.slots_bytes for segment in self.segments]
         self.step = 0  # the next step
         self.calls = 0  # collectives begun
@@ -74,6 +77,7 @@ class Slots:
         self._unread: list[tuple[int, int]] = []  # calls whose signatures were not compared yet
         self._typed: dict[torch.dtype, list[torch.Tensor]] = {}
         self._views: dict[tuple[torch.dtype, int, int, int], list[torch.Tensor]] = {}
+        self._shaped: dict[tuple[torch.dtype, torch.Size, int, int], list[torch.Tensor]] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -115,17 +119,32 @@ class Slots:
         for rank, words in zip(self.others, self.other_words, strict=True):
             if words[STATE] > LEFT:
                 raise PeerError(failing.why(self, rank)[0])
+        return self.leave_signature(sign)
+
+    def leave_signature(self, sign: int) -> int:
+        """The same without a look at the peers."""
         call = self.calls
         self.calls = call + 1
-        longs = self.segments[self.rank].longs
-        longs[self.layout.signatures_bytes // 8 + call % SIGNATURES] = sign
+        self._longs[self._signatures + call % SIGNATURES] = sign
         self.words[CALLS] = self.calls & MASK
         self._unread.append((call, sign))
         return call
 
+    def agree(self) -> bool:
+        """Whether, with only the present call to compare, all ranks have called the same: the usual case, quickly."""
+        if len(self._unread) != 1:
+            return False
+        call, sign = self._unread[0]
+        at = self._signatures + call % SIGNATURES
+        for longs in self.other_longs:
+            if longs[at] != sign:
+                return False
+        self._unread.clear()
+        return True
+
     def compare(self, sources: tuple[int, ...]) -> None:
         """Raise MismatchError if one of those ranks, whose slots of the present call are filled, called otherwise."""
-        unread, base = self._unread, self.layout.signatures_bytes // 8
+        unread, base = self._unread, self._signatures
         everybody = len(sources) == len(self.others)
         for source in sources:
             longs = self.segments[source].longs
@@ -198,6 +217,17 @@ class Slots:
             self._views[key] = found
         return found
 
+    def shaped(self, dtype: torch.dtype, shape: torch.Size, index: int, offset: int) -> list[torch.Tensor]:
+        """The same in a shape."""
+        key = dtype, shape, index, offset
+        found = self._shaped.get(key)
+        if found is None:
+            found = [view.view(shape) for view in self.in_slots(dtype, shape.numel(), index, offset)]
+            if len(self._shaped) > 512:
+                self._shaped.clear()
+            self._shaped[key] = found
+        return found
+
     def scratch(self, num_bytes: int) -> torch.Tensor:
         """Private memory for the duration of one reduction."""
         if self._scratch.numel() < num_bytes:
@@ -207,5 +237,7 @@ class Slots:
     def release(self) -> None:
         """Let go of all memory, though a user may still hold the group."""
         self.segments, self.peers, self.other_words, self._bells = [], [], [], []
-        self._typed, self._views, self.slot_address = {}, {}, []
+        self._typed, self._views, self._shaped, self.slot_address = {}, {}, {}, []
+        self.other_longs = []
         self.words = memoryview(bytearray(4096)).cast("I")
+        self._longs = memoryview(bytearray(4096)).cast("Q")

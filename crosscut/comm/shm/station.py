@@ -37,6 +37,7 @@ _SLEEP_S = 0.05
 _LOOKS = 8  # between looks at the clock
 _SPIN_S, _SPIN_MIN_S = 200e-6, 2e-6
 _PROBE = 16
+_SHORT_LOOKS = 1000
 
 
 class Station:
@@ -51,6 +52,7 @@ class Station:
         self.crowded = False  # more ranks than cores: spinning would take the core from whom one waits for
         self._sleepers = 0
         self._spin_s = _SPIN_S
+        self.looks = self.max_looks = _SHORT_LOOKS  # how often a short call looks before it is queued
         self._waits = 0
         self._cores = len(os.sched_getaffinity(0))
 
@@ -60,6 +62,7 @@ class Station:
             self.channels.add(channel)
             pids = {peer.pid for one in self.channels for peer in one.peers}
             self.crowded = len(pids) > self._cores
+            self.looks = self.max_looks = 2 if self.crowded else _SHORT_LOOKS
 
     def leave(self, channel: Channel) -> None:
         """A group is gone."""
@@ -117,6 +120,11 @@ class Station:
                     return True
         self._spin_s = max(_SPIN_MIN_S, limit / 2)
         return False
+
+    def looked_in_vain(self) -> None:
+        """A short call has looked for its peers and goes to sleep: let the next one look less, as in `_spin`."""
+        self._waits += 1
+        self.looks = self.max_looks if self._waits % _PROBE == 0 else max(2, self.looks // 2)
 
     def _sleep(self, operation: Operation) -> None:
         """Sleep until something moves. Every now and then look whether it still can."""
