@@ -1,9 +1,13 @@
 """Fixtures shared by all tests."""
 
+import signal
+
 import pytest
 import torch
 
 torch.set_num_threads(1)  # two cores, and every world has several ranks
+# A shell starts background jobs with SIGINT ignored, which children inherit: tests of Ctrl-C need it as in a terminal.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -290,7 +290,7 @@ BAD = [
     (["train", "small.toml", "--mesh", "dp=2,tp=2", "--world-size", "3"], "has 4 ranks but the world size is 3"),
     (["train", "small.toml", "--mesh", "dq=2"], "unknown mesh axis 'dq'"),
     (["train", "small.toml", "--mesh", "dp=2,dp=3"], "gives axis 'dp' twice"),
-    (["train", "small.toml", "--cuts.seq", "dp"], "seq over dp=2 is context parallelism"),
+    (["train", "small.toml", "--cuts.seq", "dp"], "axis 'dp' is cut twice: it divides both batch and seq"),
     (["train", "small.toml", "--cuts.head", "tp"], "did you mean 'heads'?"),
     (["train", "small.toml", "--mesh", "tp=3"], "vocab=256 cannot be cut over tp=3; use tp in {1,2,4,"),
     (["train", "small.toml", "--mesh", "tp=3", "--model.vocab", "258"], "heads=4 cannot be cut over tp=3"),
