@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import gc
 import signal
 
 import pytest
@@ -29,3 +30,11 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "pool" in getattr(item, "fixturenames", ()) or any(name in item.nodeid for name in together):
             item.add_marker(pytest.mark.xdist_group("processes"))
+
+
+@pytest.fixture
+def no_gc():
+    """No garbage collection: hypothesis hooks into it, and a KeyboardInterrupt raised in a hook is swallowed."""
+    gc.disable()
+    yield
+    gc.enable()

@@ -129,7 +129,7 @@ def test_the_matrix_of_many_ranks_comes_in_blocks(capsys):
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_what_was_measured_is_kept_when_it_is_stopped(number, code, tmp_path, monkeypatch, capsys):
+def test_what_was_measured_is_kept_when_it_is_stopped(number, code, tmp_path, monkeypatch, capsys, no_gc):
     """Stopped for real, in the middle: after the second row."""
     take, sent = measure.Measured.add, []
 

@@ -232,7 +232,7 @@ def test_slow_work_within_the_time_out_is_not_an_error():
     threads(body, timeout_s=0.8)
 
 
-def test_ctrl_c_stops_all_ranks():
+def test_ctrl_c_stops_all_ranks(no_gc):
     import _thread
 
     def body(ctx):
