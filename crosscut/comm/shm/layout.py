@@ -38,7 +38,7 @@ SEEN = 3 * LINE
 OPEN, LEFT, FAILED, ABORTED = 1, 2, 3, 4  # values of STATE
 
 SIGNATURES = 64  # calls remembered; more than DEPTH, since ranks may be that many calls apart
-DEPTH = 4
+DEPTH = 16
 SLOT = 1 << 20  # bytes
 PARTS = 8
 PART = 1 << 18  # bytes

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 WHOLE_BYTES = 1 << 15  # up to here each rank shows everything and reduces everything in one step
-PAIR_BYTES = 1 << 19  # a step of two ranks
+PAIR_BYTES = 1 << 20  # a step of two ranks
 NAMES = {getattr(torch, name): name for name in DTYPES if name}
 
 
