@@ -23,6 +23,7 @@ _HOME = {
     "derive": "crosscut.layout.rules",
     "distribute": "crosscut.parallel.distribute",
     "local_batch": "crosscut.parallel.batch",
+    "register_shm": "crosscut.comm.shm.register",
     "spawn": "crosscut.comm.launch",
 }
 
