@@ -1,5 +1,5 @@
 # make setup   create .venv and install crosscut with the tested versions (done once; again when they change)
-# make train   the main job: train the default model on real text          (ARGS="--mesh dp=2" adds flags)
+# make train   the main job: train the default model on real text          (ARGS="--mesh tp=2" adds flags)
 # make test    the test suite                                              (ARGS="-k pipeline" adds flags)
 # make check   lint, formatting, types
 

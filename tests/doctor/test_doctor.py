@@ -132,7 +132,7 @@ def test_a_bug_report_holds_no_names_and_no_paths():
     found = [
         problem("torch", "cannot be imported: /home/anna.k/venv/lib/libtorch.so: not found", "ask anna.k"),
         ok("host name", "gpu-box-7 is 10.1.2.3, not 127.0.0.1"),
-        ok("/dev/shm", "/dev/shm is 64 MiB, /opt/work/data is elsewhere; read/write 1/2"),
+        ok("/dev/shm", "/dev/shm is 64 MiB, /opt/data is elsewhere; read/write 1/2"),
     ]
     text = paste(found, "0.1.0", names)
     assert text.startswith("crosscut 0.1.0\n")
