@@ -32,7 +32,7 @@ def build_whole(
         for value in [*model.parameters(), *model.buffers()]:
             ctx.world.broadcast(value.detach(), src=0, tag="initial values", kind="control")
         return model, None
-    probe = _on_meta(model)
+    probe = on_meta(model)
     if probe is not None and hasattr(probe, "init_table"):
         if next(probe.buffers(), None) is not None:
             raise ValueError(
@@ -49,7 +49,7 @@ def _table_of(model: nn.Module) -> Mapping[str, Init]:
     return table()
 
 
-def _on_meta(build: Callable[[], nn.Module]) -> nn.Module | None:
+def on_meta(build: Callable[[], nn.Module]) -> nn.Module | None:
     """The model without numbers; None where its constructor needs them (reads a value, loads a file)."""
     try:
         with torch.device("meta"):

@@ -100,10 +100,8 @@ def _recipe_from_file(name: str, args: dict[str, Any], default_loss: Callable[..
 
 
 def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    import torch
+    """The model without numbers, or with them where its constructor needs them."""
+    from crosscut.parallel.materialize import on_meta
 
-    try:
-        with torch.device("meta"):
-            return build()
-    except (RuntimeError, NotImplementedError):  # its constructor reads numbers: build it for real
-        return build()
+    model = on_meta(build)
+    return build() if model is None else model
