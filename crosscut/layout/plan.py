@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from crosscut.layout.spec import ModelSpec
 
 Range = tuple[int, int]  # [start, stop) along one tensor dim
+Ranges = tuple[tuple[Range, ...], ...]  # per tensor dim, the ranges held, in order: the local tensor is these in a row
+
+
+def own_rows(rows: int, index: int, count: int) -> Range:
+    """The [start, stop) of `rows` rows that piece `index` of `count` holds, as torch.chunk cuts: ceil(rows / count)
+    each, the last ones fewer or none."""
+    each = -(-rows // count)
+    return min(index * each, rows), min((index + 1) * each, rows)
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,25 @@ class ParamPlan:
         """Every axis that cuts some dim of it."""
         return tuple(a for axes in self.axis_cuts for a in axes)
 
-    def ranges(self, coords: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[tuple[Range, ...], ...]:
+    @property
+    def store_axes(self) -> tuple[str, ...]:
+        """The axes over which its rows are divided between uses: those of the optimizer's store, if it is trained or
+        is kept cut itself."""
+        return self.store_optimizer if self.requires_grad or self.store_parameters else ()
+
+    def stored_ranges(self, coords: Mapping[str, int], sizes: Mapping[str, int]) -> Ranges:
+        """What the rank at `coords` keeps of it under its store: its share of dim 0 of the local tensor (see
+        `own_rows`). Without a store, or for a 0-d parameter, all of `ranges`."""
+        held = self.ranges(coords, sizes)
+        if not self.store_axes or not held:
+            return held
+        index, count = 0, 1
+        for axis in self.store_axes:  # outermost first
+            index, count = index * sizes[axis] + coords[axis], count * sizes[axis]
+        first, last = own_rows(sum(stop - start for start, stop in held[0]), index, count)
+        return (_part_of(held[0], first, last), *held[1:])
+
+    def ranges(self, coords: Mapping[str, int], sizes: Mapping[str, int]) -> Ranges:
         """Per tensor dim, the [start, stop) ranges of the whole parameter that the rank at `coords` holds, in order."""
         out: list[tuple[Range, ...]] = []
         for axes, parts in zip(self.axis_cuts, self.parts, strict=True):
@@ -90,6 +116,17 @@ class ParamPlan:
                 held.append((start + index * width, start + (index + 1) * width))
             out.append(tuple(held))
         return tuple(out)
+
+
+def _part_of(ranges: tuple[Range, ...], first: int, last: int) -> tuple[Range, ...]:
+    """The ranges of local rows [first, last) of a dim that holds `ranges`."""
+    out, offset = [], 0
+    for start, stop in ranges:
+        a, b = max(first - offset, 0), min(last - offset, stop - start)
+        if a < b:
+            out.append((start + a, start + b))
+        offset += stop - start
+    return tuple(out)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from crosscut.comm.context import Context
 from crosscut.comm.group import Group
 from crosscut.layout import rules
 from crosscut.layout.layout import Layout
+from crosscut.layout.plan import Ranges
 from crosscut.layout.spec import Dims
 from crosscut.parallel import clip
 from crosscut.parallel.batch import Batch, MicroBatch
@@ -178,6 +179,11 @@ class DistributedModel:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name in the whole model, this rank's local parameter); a tied parameter once, under the first name held."""
         yield from self.module.named_parameters()
+
+    def held_ranges(self, name: str) -> Ranges:
+        """Per dim, the [start, stop) ranges of the whole parameter `name` that this rank's tensor of
+        `named_parameters()`, its `.grad` and its optimizer state hold: the cuts, narrowed by the store."""
+        return self.plan.params[name].stored_ranges(self.ctx.coords, self.layout.mesh.sizes)
 
     def counts(self, name: str) -> bool:
         """Whether this rank counts its part of `name` in sums over the model, and writes it to checkpoints: it stands

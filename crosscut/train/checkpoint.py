@@ -117,7 +117,7 @@ def _pieces(
             scalar = value.ndim == 0 and p.ndim != 0
             cutting = () if scalar else (*plan.cut_axes, *plan.store_optimizer)
             if slices.writes(plan, cutting, coords, sizes) and value.numel():
-                ranges = () if scalar else slices.stored_ranges(plan, coords, sizes)
+                ranges = () if scalar else plan.stored_ranges(coords, sizes)
                 yield f"{key}/{name}", ("state", name, key), () if scalar else plan.shape, ranges, value
 
 

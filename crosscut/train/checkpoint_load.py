@@ -113,7 +113,7 @@ def _load_optimizer(reader: Reader, model: DistributedModel, optimizer: torch.op
         state: dict[str, Tensor] = {}
         for key, entry in saved["state"].get(plan.tied_to or name, {}).items():
             scalar = not entry["shape"] and p.ndim != 0
-            value = reader.entry(f"{key} of {name}", entry, () if scalar else slices.stored_ranges(plan, coords, sizes))
+            value = reader.entry(f"{key} of {name}", entry, () if scalar else plan.stored_ranges(coords, sizes))
             group = groups.get(id(p), {})
             if scalar and not (group.get("capturable") or group.get("fused")):
                 state[key] = value  # torch keeps a step counter on the CPU and in its own dtype

@@ -10,9 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 
-from crosscut.layout.plan import ParamPlan, Range
-
-Ranges = tuple[tuple[Range, ...], ...]
+from crosscut.layout.plan import ParamPlan, Range, Ranges
 
 
 def local_shape(ranges: Ranges) -> tuple[int, ...]:
@@ -51,34 +49,6 @@ def _overlaps_1d(saved: tuple[Range, ...], wanted: tuple[Range, ...]) -> Iterato
 def box_size(box: tuple[slice, ...]) -> int:
     """The number of elements of a box of slices."""
     return math.prod(part.stop - part.start for part in box)
-
-
-def stored_ranges(param: ParamPlan, coords: Mapping[str, int], sizes: Mapping[str, int]) -> Ranges:
-    """What the rank at `coords` keeps of the optimizer state of `param`: its share of dim 0 of the local tensor.
-
-    Shares are torch.chunk's: all equal but the last ones, which may be short or empty. Without a store, or for a 0-d
-    parameter, it is the parameter's own ranges.
-    """
-    held = param.ranges(coords, sizes)
-    if not param.store_optimizer or not held:
-        return held
-    index, count = 0, 1
-    for axis in param.store_optimizer:  # outermost first
-        index, count = index * sizes[axis] + coords[axis], count * sizes[axis]
-    rows = sum(stop - start for start, stop in held[0])
-    share = -(-rows // count)
-    return (_part_of(held[0], min(index * share, rows), min((index + 1) * share, rows)), *held[1:])
-
-
-def _part_of(ranges: tuple[Range, ...], first: int, last: int) -> tuple[Range, ...]:
-    """The ranges of local rows [first, last) of a dim that holds `ranges`."""
-    out, offset = [], 0
-    for start, stop in ranges:
-        a, b = max(first - offset, 0), min(last - offset, stop - start)
-        if a < b:
-            out.append((start + a, start + b))
-        offset += stop - start
-    return tuple(out)
 
 
 def writes(param: ParamPlan, cutting: Iterable[str], coords: Mapping[str, int], sizes: Mapping[str, int]) -> bool:

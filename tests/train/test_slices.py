@@ -82,9 +82,7 @@ def test_each_number_is_written_by_one_rank():
                         coords = mesh.coords(rank)
                         if slices.writes(plan, cutting, coords, mesh.sizes):
                             ranges = (
-                                slices.stored_ranges(plan, coords, mesh.sizes)
-                                if stored
-                                else plan.ranges(coords, mesh.sizes)
+                                plan.stored_ranges(coords, mesh.sizes) if stored else plan.ranges(coords, mesh.sizes)
                             )
                             for box in product(*ranges):
                                 seen[tuple(slice(a, b) for a, b in box)] += 1
@@ -100,7 +98,7 @@ def test_a_store_keeps_torch_chunks_of_dim_0():
             chunks = list(local.chunk(4))
             chunks += [local[:0]] * (4 - len(chunks))
             for dp, chunk in enumerate(chunks):
-                ranges = slices.stored_ranges(plan, {"tp": tp, "dp": dp}, {"tp": 2, "dp": 4})
+                ranges = plan.stored_ranges({"tp": tp, "dp": dp}, {"tp": 2, "dp": 4})
                 held = take(whole, ranges) if ranges[0] else whole[:0]
                 assert torch.equal(held, chunk)
 
