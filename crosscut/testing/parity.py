@@ -99,6 +99,7 @@ class RankReport:
     norms: list[float]
     grads: list[dict[str, Tensor]]
     params: dict[str, Tensor]
+    ranges: dict[str, Ranges]  # of what each of these holds of the whole
     counted: dict[str, dict[str, int]]  # axis -> op -> bytes over all steps
     by_tag: dict[str, dict[tuple[str, str], tuple[int, int]]]  # tag -> (axis, op) -> (calls, bytes)
 
@@ -120,9 +121,11 @@ def _rank_steps(
         norms.append(float(model.clip_grad_norm_(max_norm)))
         optimizer.step()
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
+    ranges = {name: model.held_ranges(name) for name in params}
     return RankReport(
-        model.plan, dict(ctx.coords), losses, norms, grads, params, ctx.ledger.totals("step"), ctx.ledger.by_tag("step")
-    )
+        model.plan, dict(ctx.coords), losses, norms, grads, params, ranges,
+        ctx.ledger.totals("step"), ctx.ledger.by_tag("step"),
+    )  # fmt: skip
 
 
 def assemble(reports: Sequence[RankReport]) -> Trace:
@@ -143,11 +146,10 @@ def _put_together(reports: Sequence[RankReport], parts: Sequence[Mapping[str, Te
     seen: dict[tuple[str, Ranges], tuple[int, Tensor]] = {}
     covered: dict[str, int] = {}
     for rank, (report, held) in enumerate(zip(reports, parts, strict=True)):
-        sizes = report.plan.layout.mesh.sizes
         for name, local in held.items():
             param = report.plan.params[name]
             logical = param.tied_to or name
-            ranges = param.ranges(report.coords, sizes)
+            ranges = report.ranges[name]
             if (logical, ranges) in seen:
                 other, value = seen[logical, ranges]
                 if not torch.equal(value, local):
@@ -168,7 +170,7 @@ def _index(ranges: Ranges) -> tuple[Tensor, ...]:
     ndim = len(ranges)
     out = []
     for d, held in enumerate(ranges):
-        flat = torch.cat([torch.arange(a, b) for a, b in held])
+        flat = torch.cat([torch.arange(a, b) for a, b in held] or [torch.arange(0)])  # a shard may hold no rows
         out.append(flat.view([-1 if i == d else 1 for i in range(ndim)]))
     return tuple(out)
 
