@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from crosscut.comm.errors import CommError, MismatchError, ranks_text
 from crosscut.comm.group import Group
 from crosscut.comm.handle import Pending
 from crosscut.comm.ledger import Ledger
+from crosscut.comm.objects import all_gather_object
 
 if TYPE_CHECKING:
     from crosscut.layout.mesh import Mesh
@@ -172,17 +172,7 @@ class Context:
 
     def all_gather_object(self, value: Any, *, tag: str = "objects") -> list[Any]:
         """Every rank's `value`, in rank order. Pickled: for small plain things among one's own ranks."""
-        if self.world_size == 1:
-            return [value]
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
-        # Sizes are int64: a count of bytes does not fit 32 bits in general.
-        sizes = torch.zeros(self.world_size, dtype=torch.int64, device=self.device)
-        sizes[self.rank] = data.numel()
-        self.world.all_reduce(sizes, tag=f"{tag}/sizes", kind="control")
-        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=self.device)
-        padded[: data.numel()] = data
-        rows = self.world.all_gather(padded, tag=tag, kind="control").view(self.world_size, -1).cpu()
-        return [pickle.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes.tolist(), strict=True)]
+        return all_gather_object(self.world, value, tag=tag)
 
     def print(self, *values: Any, sep: str = " ", end: str = "\n") -> None:
         """Print every rank's line, in rank order. Collective: every rank calls it (`values` may be empty: no line)."""
