@@ -7,11 +7,14 @@ gradients: results are detached; the pairs of `crosscut.comm.pairs` are the diff
 All calls take, by keyword: `async_op` (return a `Handle`; `wait()` gives the result), `tag` (the name in the ledger
 and in messages) and `kind` ("step": part of the training step; "control": everything else). Ranks (`src`, `dst`) count
 within the group. Any strided tensor is right: non-contiguous, 0-d, empty; dtypes as in `crosscut.comm.dtypes`. Every
-rank gets bitwise the same from `all_reduce`.
+rank gets bitwise the same from `all_reduce`. `all_gather`, `reduce_scatter` and `all_to_all` give a new tensor, or put
+their result (of dim 0) in `out`, contiguous and apart from `x`: for large results that come again and again, since new
+memory of more than 32 MiB costs the kernel more time than the call.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -71,19 +74,29 @@ class Group(GroupBase):
         return self._finish(work, lambda: self._store(x, wire, op) if at_dst else x, call, guards, async_op)
 
     def reduce_scatter(
-        self, x: Tensor, dim: int = 0, op: str = "sum", *, async_op: bool = False, tag: str = "", kind: str = "step"
+        self,
+        x: Tensor,
+        dim: int = 0,
+        op: str = "sum",
+        *,
+        out: Tensor | None = None,
+        async_op: bool = False,
+        tag: str = "",
+        kind: str = "step",
     ) -> Result:
-        """The reduction of all ranks' `x`, of which rank r gets the r-th of `size` equal pieces along `dim` (new)."""
+        """The reduction of all ranks' `x`, of which rank r gets the r-th of `size` equal pieces along `dim`."""
         self._check("reduce_scatter", x, op=op)
         if dim or not x.dim() or x.shape[0] % len(self.ranks):
             dim = checks.dim(f"reduce_scatter over {self.label}", x, dim)
             checks.divides(f"reduce_scatter over {self.label}", x, dim, self.size)
+        if out is not None:
+            checks.out(f"reduce_scatter over {self.label}", out, x, (x.shape[0] // self.size, *x.shape[1:]), dim)
         backend = self._backend
         if backend is None:
-            return self._now(new_copy(x), async_op)
+            return self._now(new_copy(x) if out is None else copy_back(out, flat(x)), async_op)
         call = self._call("reduce_scatter", x, tag, kind, x.nbytes, reduce_op=op, dim=dim)
         if self._short is not None and not async_op and not dim and x.nbytes <= SHORT_BYTES:
-            piece = x.new_empty((x.shape[0] // len(self.ranks), *x.shape[1:]))
+            piece = x.new_empty((x.shape[0] // len(self.ranks), *x.shape[1:])) if out is None else out
             if self._short.reduce_scatter(piece, x, op, call):
                 return piece
         # The pieces must be contiguous one after another: bring the cut dim to the front of each piece.
@@ -94,10 +107,15 @@ class Group(GroupBase):
             shape = tuple(pieces.shape[1:])
         guarded = async_op and backend.guards
         wire = to_wire(pieces, widen=backend.reduces_in_fp32, copy=guarded)
-        guards = (Guard(x, call, writes=False),) if guarded else ()
-        out = wire.new_empty(wire.numel() // self.size)
-        work = backend.reduce_scatter(out, wire, "sum" if op == "avg" else op, call)
-        return self._finish(work, lambda: from_wire(out, x.dtype, shape, op, self.size), call, guards, async_op)
+        guards = self._guards(x, out, call) if guarded else ()
+        result = self._memory(out, wire, wire.numel() // self.size, guarded)
+        work = backend.reduce_scatter(result, wire, "sum" if op == "avg" else op, call)
+
+        def finish() -> Tensor:
+            piece = from_wire(result, x.dtype, shape, op, self.size)
+            return piece if out is None else copy_back(out, piece)
+
+        return self._finish(work, finish, call, guards, async_op)
 
     # -- one to all, all to one ---------------------------------------------------------------------------------------
 
@@ -168,31 +186,43 @@ class Group(GroupBase):
     # -- all to all ---------------------------------------------------------------------------------------------------
 
     def all_gather(
-        self, x: Tensor, dim: int = 0, *, async_op: bool = False, tag: str = "", kind: str = "step"
+        self,
+        x: Tensor,
+        dim: int = 0,
+        *,
+        out: Tensor | None = None,
+        async_op: bool = False,
+        tag: str = "",
+        kind: str = "step",
     ) -> Result:
-        """All ranks' `x` in rank order, concatenated along `dim` (a new tensor). Equal shapes; 0-d gives (size,)."""
+        """All ranks' `x` in rank order, concatenated along `dim`. Equal shapes; 0-d gives (size,)."""
         self._check("all_gather", x)
         if dim:
             dim = checks.dim(f"all_gather over {self.label}", x.view(1) if x.dim() == 0 else x, dim)
         shape = tuple(x.shape) or (1,)
+        whole_shape = (len(self.ranks) * shape[0], *shape[1:])
+        if out is not None:
+            checks.out(f"all_gather over {self.label}", out, x, whole_shape, dim)
         backend = self._backend
         if backend is None:
-            return self._now(new_copy(x).view(shape), async_op)
+            return self._now(new_copy(x).view(shape) if out is None else copy_back(out, flat(x)), async_op)
         call = self._call("all_gather", x, tag, kind, x.nbytes * self.size, dim=dim)
         if self._short is not None and not async_op and not dim and x.nbytes <= SHORT_BYTES:
-            whole = x.new_empty((len(self.ranks) * shape[0], *shape[1:]))
+            whole = x.new_empty(whole_shape) if out is None else out
             if self._short.all_gather(whole, x, call):
                 return whole
         guarded = async_op and backend.guards
         wire = flat(x, copy=guarded)
-        guards = (Guard(x, call, writes=False),) if guarded else ()
-        out = wire.new_empty(wire.numel() * self.size)
-        work = backend.all_gather(as_bytes(out), as_bytes(wire), call)
+        guards = self._guards(x, out, call) if guarded else ()
+        result = self._memory(out, wire, wire.numel() * self.size, guarded)
+        work = backend.all_gather(as_bytes(result), as_bytes(wire), call)
 
         def finish() -> Tensor:
+            if out is not None:
+                return copy_back(out, result)
             if dim == 0:
-                return out.view(self.size * shape[0], *shape[1:])
-            return torch.cat(out.view(self.size, *shape).unbind(0), dim)
+                return result.view(whole_shape)
+            return torch.cat(result.view(self.size, *shape).unbind(0), dim)
 
         return self._finish(work, finish, call, guards, async_op)
 
@@ -202,11 +232,12 @@ class Group(GroupBase):
         input_splits: Sequence[int] | None = None,
         output_splits: Sequence[int] | None = None,
         *,
+        out: Tensor | None = None,
         async_op: bool = False,
         tag: str = "",
         kind: str = "step",
     ) -> Result:
-        """Rank r's j-th piece of `x` along dim 0 goes to rank j; the pieces received, in rank order (a new tensor).
+        """Rank r's j-th piece of `x` along dim 0 goes to rank j; the pieces received, in rank order.
 
         `input_splits[j]` rows go to rank j, `output_splits[i]` rows come from rank i; zeros are legal. Without both,
         pieces are equal.
@@ -214,21 +245,26 @@ class Group(GroupBase):
         self._check("all_to_all", x)
         where = f"all_to_all over {self.label}"
         ins, outs = checks.splits(where, x, input_splits, output_splits, self.size, self.rank)
+        shape = (sum(outs), *x.shape[1:])
+        if out is not None:
+            checks.out(where, out, x, shape)
         backend = self._backend
         if backend is None:
-            return self._now(new_copy(x), async_op)
+            return self._now(new_copy(x) if out is None else copy_back(out, flat(x)), async_op)
         call = self._call("all_to_all", x, tag, kind, x.nbytes, input_splits=tuple(ins), output_splits=tuple(outs))
         guarded = async_op and backend.guards
         wire = flat(x, copy=guarded)
-        guards = (Guard(x, call, writes=False),) if guarded else ()
-        row = 1
-        for extent in x.shape[1:]:
-            row *= extent
-        out = wire.new_empty(sum(outs) * row)
-        out_wire, in_wire = as_bytes(out), as_bytes(wire)
+        guards = self._guards(x, out, call) if guarded else ()
+        row = math.prod(x.shape[1:])
+        result = self._memory(out, wire, shape[0] * row, guarded)
+        out_wire, in_wire = as_bytes(result), as_bytes(wire)
         unit = row if in_wire.dtype == wire.dtype else row * wire.element_size()
         work = backend.all_to_all(out_wire, in_wire, [n * unit for n in outs], [n * unit for n in ins], call)
-        return self._finish(work, lambda: out.view(sum(outs), *x.shape[1:]), call, guards, async_op)
+
+        def finish() -> Tensor:
+            return result.view(shape) if out is None else copy_back(out, result)
+
+        return self._finish(work, finish, call, guards, async_op)
 
     # -- point to point -----------------------------------------------------------------------------------------------
 

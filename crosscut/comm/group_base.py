@@ -116,6 +116,14 @@ class GroupBase:
             op, self.label, tag, kind, site, seq, shape, dtype, reduce_op, root, dim, input_splits, output_splits, peer
         )
 
+    def _memory(self, out: Tensor | None, wire: Tensor, numel: int, private: bool) -> Tensor:
+        """Flat memory for a result that travels like `wire`: that of `out` where it fits."""
+        return wire.new_empty(numel) if out is None or private or out.dtype != wire.dtype else flat(out)
+
+    def _guards(self, x: Tensor, out: Tensor | None, call: Call) -> tuple[Guard, ...]:
+        """For a call that reads `x` and writes `out`."""
+        return (Guard(x, call, writes=False), *(() if out is None else (Guard(out, call, writes=True),)))
+
     def _store(self, x: Tensor, wire: Tensor, op: str) -> Tensor:
         """Put a reduced wire tensor back into `x`."""
         if op != "avg" and wire.dtype == x.dtype and wire.data_ptr() == x.data_ptr() and x.is_contiguous():
