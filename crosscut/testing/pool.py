@@ -12,13 +12,18 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import faulthandler
 import multiprocessing
 import os
 import pickle
+import re
+import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,10 +34,15 @@ from crosscut.comm.context import Context
 from crosscut.comm.errors import StuckError, ranks_text
 from crosscut.comm.outcome import End, Failure, describe_failure, settle
 from crosscut.comm.shm.register import register_shm
+from crosscut.comm.site import short_path
 from crosscut.comm.worker import die_with_parent, pickle_value, run_rank
 
 _START_S = 120.0  # how long a worker gets to start
 _AFTER_FAILURE_S = 10.0  # how long the other ranks of a failed job get to end
+_AFTER_TIMEOUT_S = 1.0  # ranks that wait in a call are stopped by its time-out, and their words are the better ones
+_STACK_SIGNAL = getattr(signal, "SIGUSR1", None)  # a worker writes its stack into a file
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_FOREIGN = ("<string>", *(f"{os.sep}{part}{os.sep}" for part in ("torch", "multiprocessing")))
 
 
 class WorkerPool:
@@ -47,6 +57,7 @@ class WorkerPool:
         self._workers: list[tuple[Any, Connection]] = []
         self._store: Any = None
         self._job = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="crosscut-pool-")
         atexit.register(self.close)
 
     def run(
@@ -78,7 +89,7 @@ class WorkerPool:
     def _collect(self, size: int, timeout_s: float) -> list[End]:
         ends = [End(pid=process.pid) for process, _ in self._workers[:size]]
         open_ranks = set(range(size))
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s + _AFTER_TIMEOUT_S
         while open_ranks and time.monotonic() < deadline:
             ready = wait([self._workers[rank][1] for rank in open_ranks], max(0.0, deadline - time.monotonic()))
             for rank in [rank for rank in open_ranks if self._workers[rank][1] in ready]:
@@ -94,10 +105,32 @@ class WorkerPool:
                     ends[rank].returned, ends[rank].value = not isinstance(outcome, Failure), outcome
                 if not ends[rank].returned:
                     deadline = min(deadline, time.monotonic() + _AFTER_FAILURE_S)
-        if open_ranks and not any(end.failure or end.exit_code is not None for end in ends):
-            self.close()
-            raise StuckError(f"{ranks_text(sorted(open_ranks))} of {size} did not end within {timeout_s:g} s")
+        if open_ranks and not any(end.exit_code is not None for end in ends):
+            failed = {rank: end.failure.line for rank, end in enumerate(ends) if end.failure is not None}
+            if all(line.startswith(("StuckError", "PeerError")) for line in failed.values()):  # they only waited
+                at = [f"rank {rank} is at {self._where(rank)}" for rank in sorted(open_ranks)]
+                told = [*at, *(f"rank {rank}: {line}" for rank, line in failed.items())]
+                self.close()
+                raise StuckError(
+                    f"{ranks_text(sorted(open_ranks))} of {size} did not end within {timeout_s:g} s: {'; '.join(told)}"
+                )
         return ends
+
+    def _where(self, rank: int) -> str:
+        """The innermost lines of a running worker outside torch and crosscut, the last first."""
+        process, _ = self._workers[rank]
+        if _STACK_SIGNAL is None or process.pid is None or not process.is_alive():
+            return "an unknown place"
+        os.kill(process.pid, _STACK_SIGNAL)
+        time.sleep(0.2)
+        text = _stack_file(self._folder.name, process.pid).read_text().rpartition("most recent call first")[2]
+        lines = re.findall(r'File "(.+)", line (\d+) in (.+)', text)
+        own = [
+            f"{short_path(path)}:{line} in {name}"
+            for path, line, name in lines
+            if not path.startswith(_OURS) and not any(part in path for part in _FOREIGN)
+        ]
+        return ", called from ".join(own[:2]) or "an unknown place"
 
     def _start(self, size: int) -> None:
         if any(not process.is_alive() for process, _ in self._workers):
@@ -107,7 +140,9 @@ class WorkerPool:
         context, new = multiprocessing.get_context("spawn"), []
         while len(self._workers) < size:
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, self._store.port, os.getpid()), daemon=True)
+            process = context.Process(
+                target=_serve, args=(there, self._store.port, os.getpid(), self._folder.name), daemon=True
+            )
             process.start()
             there.close()
             self.launches += 1
@@ -128,9 +163,16 @@ class WorkerPool:
         self._store = None
 
 
-def _serve(connection: Connection, port: int, parent: int) -> None:
+def _stack_file(folder: str, pid: int | None) -> Path:
+    return Path(folder) / f"stack-{pid}"
+
+
+def _serve(connection: Connection, port: int, parent: int, folder: str) -> None:
     """A worker's life: job after job, until the pool closes its end."""
     die_with_parent(parent)
+    stack = _stack_file(folder, os.getpid()).open("w")
+    if _STACK_SIGNAL is not None:
+        faulthandler.register(_STACK_SIGNAL, file=stack, all_threads=False)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)

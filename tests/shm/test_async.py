@@ -8,7 +8,8 @@ from comm.data import make, same
 from crosscut.comm.shm.layout import PART, PARTS
 
 
-def out_of_order(ctx):
+@pytest.mark.ranks(2, 3, backend="shm")
+def test_async_calls_are_waited_for_in_any_order(ctx):
     n, rank = ctx.world_size, ctx.rank
     xs = [make(rank, (50_000 + k,), torch.float32) for k in range(5)]
     works = [dist.all_reduce(x, async_op=True) for x in xs]
@@ -28,11 +29,6 @@ def out_of_order(ctx):
     work = dist.all_reduce(wide, async_op=True)
     assert work.result()[0] is wide
     assert wide.unique().tolist() == [n * (n - 1) / 2]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_async_calls_are_waited_for_in_any_order(shm, world_size):
-    shm(out_of_order, world_size=world_size)
 
 
 def overlapping(ctx):
@@ -58,7 +54,8 @@ def test_overlapping_groups(shm):
     shm(overlapping, world_size=3)
 
 
-def any_order(ctx):
+@pytest.mark.ranks(2, backend="shm")
+def test_messages_in_any_order(ctx):
     """Large and small messages both ways, waited for in the order that blocks a naive transport."""
     rank, peer = ctx.rank, 1 - ctx.rank
     sizes = [3, 3 * PARTS * PART // 4, 0, PART // 4, 2 * PARTS * PART // 4 + 1]
@@ -72,11 +69,8 @@ def any_order(ctx):
         work.wait()
 
 
-def test_messages_in_any_order(shm):
-    shm(any_order)
-
-
-def same_tag(ctx):
+@pytest.mark.ranks(2, backend="shm")
+def test_messages_of_one_tag_keep_their_order(ctx):
     """Messages of one tag arrive in the order sent, many of them, also behind one that nobody wants yet."""
     if ctx.rank == 0:
         works = [dist.isend(torch.full((5,), 99.0), 1, tag=7)]
@@ -93,11 +87,8 @@ def same_tag(ctx):
         assert y.unique().tolist() == [99]
 
 
-def test_messages_of_one_tag_keep_their_order(shm):
-    shm(same_tag)
-
-
-def from_anybody(ctx):
+@pytest.mark.ranks(3, backend="shm")
+def test_any_source_and_oneself(ctx):
     n, rank = ctx.world_size, ctx.rank
     if rank == 0:
         seen = set()
@@ -121,11 +112,8 @@ def from_anybody(ctx):
     same(a, b)
 
 
-def test_any_source_and_oneself(shm):
-    shm(from_anybody, world_size=3)
-
-
-def batches(ctx):
+@pytest.mark.ranks(2, 3, backend="shm")
+def test_batches_of_messages(ctx):
     n, rank = ctx.world_size, ctx.rank
     x, before, after = (
         make(rank, (9,), torch.int64),
@@ -151,12 +139,8 @@ def batches(ctx):
     same(out, torch.complex(torch.arange(3.0) + (rank - 1) % n, torch.ones(3)))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_batches_of_messages(shm, world_size):
-    shm(batches, world_size=world_size)
-
-
-def messages_under_collectives(ctx):
+@pytest.mark.ranks(2, backend="shm")
+def test_messages_move_while_ranks_are_in_collectives(ctx):
     """A large send that is only finished while both ranks are in collectives."""
     rank = ctx.rank
     x = make(0, (5_000_000,), torch.float32)
@@ -170,11 +154,8 @@ def messages_under_collectives(ctx):
         same(out, x)
 
 
-def test_messages_move_while_ranks_are_in_collectives(shm):
-    shm(messages_under_collectives)
-
-
-def destroyed_early(ctx):
+@pytest.mark.ranks(2, backend="shm")
+def test_what_a_rank_has_sent_outlives_its_group(ctx):
     """Rank 0 leaves as soon as it has done its part; the data it has left behind is still read."""
     group = dist.new_group([0, 1])
     x = make(0, (600_000,), torch.float32) if ctx.rank == 0 else torch.empty(600_000)
@@ -191,11 +172,8 @@ def destroyed_early(ctx):
     dist.destroy_process_group(group)
 
 
-def test_what_a_rank_has_sent_outlives_its_group(shm):
-    shm(destroyed_early)
-
-
-def from_threads(ctx):
+@pytest.mark.ranks(2, backend="shm")
+def test_threads(ctx):
     """Several threads of a rank, each with its own group, at the same time."""
     import threading
 
@@ -214,7 +192,3 @@ def from_threads(ctx):
     for thread in threads:
         thread.join(60)
     assert sorted(found) == [(index, [1.0 + index]) for index in range(3)]
-
-
-def test_threads(shm):
-    shm(from_threads)

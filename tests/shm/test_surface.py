@@ -42,7 +42,8 @@ def alike(found, expected):
     assert torch.equal(flat(found).view(torch.uint8), flat(expected).view(torch.uint8)), (found, expected)
 
 
-def moves(ctx):
+@pytest.mark.ranks(1, 2, 3, 4, backend="shm")
+def test_what_moves(ctx):
     n, rank = ctx.world_size, ctx.rank
     for dtype in MOVED:
         for shape in SHAPES:
@@ -89,12 +90,8 @@ def moves(ctx):
             alike(piece, expected)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_what_moves(shm, world_size):
-    shm(moves, world_size=world_size)
-
-
-def reductions(ctx):
+@pytest.mark.ranks(1, 2, 3, 4, backend="shm")
+def test_what_is_reduced(ctx):
     n, rank = ctx.world_size, ctx.rank
     for dtype in [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int16, torch.uint8]:
         for name, op in OPS.items():
@@ -122,12 +119,8 @@ def reductions(ctx):
                     same(out, reduce(name, [blocks[r][rank] for r in range(n)]))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_what_is_reduced(shm, world_size):
-    shm(reductions, world_size=world_size)
-
-
-def long_ones(ctx):
+@pytest.mark.ranks(2, 3, 4, backend="shm")
+def test_long_tensors(ctx):
     """Sizes around and beyond one slot, that no chunk divides."""
     n, rank = ctx.world_size, ctx.rank
     for numel in (SLOT // 4 - 1, SLOT // 4, SLOT // 4 + 1, 3 * SLOT // 4 + 5, 6 * SLOT // 4 + 7):
@@ -155,12 +148,8 @@ def long_ones(ctx):
         same(x, expected)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_long_tensors(shm, world_size):
-    shm(long_ones, world_size=world_size)
-
-
-def other_operations(ctx):
+@pytest.mark.ranks(2, 3, backend="shm")
+def test_all_operations(ctx):
     n, rank = ctx.world_size, ctx.rank
     for dtype in (torch.int32, torch.uint8, torch.bool):
         data = [make(r, (7,), dtype) for r in range(n)]
@@ -208,12 +197,8 @@ def other_operations(ctx):
             dist.all_reduce(x, op)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_all_operations(shm, world_size):
-    shm(other_operations, world_size=world_size)
-
-
-def halves(ctx):
+@pytest.mark.ranks(2, 3, 4, backend="shm")
+def test_halves_are_summed_in_float32(ctx):
     """In bfloat16 one step at a time, 256 + 1 + 1 + 1 would stay 256."""
     x = torch.full((3,), 256.0 if ctx.rank == 0 else 1.0, dtype=torch.bfloat16)
     dist.all_reduce(x)
@@ -224,11 +209,6 @@ def halves(ctx):
     y = torch.full((3,), 60000.0, dtype=torch.float16)  # the sum does not fit, the mean does
     dist.all_reduce(y, dist.ReduceOp.AVG)
     assert y.tolist() == [torch.tensor(60000.0).half().item()] * 3
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_halves_are_summed_in_float32(shm, world_size):
-    shm(halves, world_size=world_size)
 
 
 def noise(rank, numel):
@@ -260,7 +240,8 @@ def test_reductions_are_bitwise_equal_on_all_ranks_and_in_all_sizes(shm, world_s
             assert all(torch.equal(found, expected) for found in results[rank][index])
 
 
-def coalesced(ctx):
+@pytest.mark.ranks(3, backend="shm")
+def test_coalesced_calls(ctx):
     n, rank = ctx.world_size, ctx.rank
     xs = [make(rank, (k + 1, 2), torch.float32) for k in range(3)]
     with dist._coalescing_manager():
@@ -284,11 +265,8 @@ def coalesced(ctx):
         same(out, whole.chunk(n)[rank])
 
 
-def test_coalesced_calls(shm):
-    shm(coalesced, world_size=3)
-
-
-def functional(ctx):
+@pytest.mark.ranks(2, 3, backend="shm")
+def test_functional_collectives(ctx):
     n, rank, group = ctx.world_size, ctx.rank, dist.group.WORLD
     x = make(rank, (2 * n, 3), torch.float32)
     every = [make(r, (2 * n, 3), torch.float32) for r in range(n)]
@@ -325,12 +303,8 @@ def functional(ctx):
     same(leaf.grad, n * weights.chunk(n)[rank])
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_functional_collectives(shm, world_size):
-    shm(functional, world_size=world_size)
-
-
-def objects(ctx):
+@pytest.mark.ranks(3, backend="shm")
+def test_objects(ctx):
     n, rank = ctx.world_size, ctx.rank
     mine = {"rank": rank, "data": "x" * (rank * 70_000)}
     everybody = [{"rank": r, "data": "x" * (r * 70_000)} for r in range(n)]
@@ -354,11 +328,8 @@ def objects(ctx):
     dist.barrier()
 
 
-def test_objects(shm):
-    shm(objects, world_size=3)
-
-
-def wrong(ctx):
+@pytest.mark.ranks(2, backend="shm")
+def test_wrong_arguments_are_refused_before_anything_moves(ctx):
     n = ctx.world_size
     for text, call in {
         "1 tensors for 2 ranks": lambda: dist.distributed_c10d._get_default_group().allgather(
@@ -377,7 +348,3 @@ def wrong(ctx):
     x = torch.ones(2)
     dist.all_reduce(x)  # nothing was begun by any of them
     assert x.tolist() == [2, 2]
-
-
-def test_wrong_arguments_are_refused_before_anything_moves(shm):
-    shm(wrong)
