@@ -29,9 +29,23 @@ BELOW = {
     "tour": {"layout", "comm", "models", "parallel", "testing"},
     "bench": {"layout", "comm", "models", "parallel", "testing"},
     "doctor": {"layout", "comm"},
+    "watch": {"layout", "comm"},
     "report": {"layout"},
     "plan": {"layout"},
-    "cli": {"layout", "comm", "models", "parallel", "testing", "train", "tour", "bench", "doctor", "report", "plan"},
+    "cli": {
+        "layout",
+        "comm",
+        "models",
+        "parallel",
+        "testing",
+        "train",
+        "tour",
+        "bench",
+        "doctor",
+        "report",
+        "plan",
+        "watch",
+    },
 }
 NO_TORCH = ("layout", "report", "plan")
 STARTS_WITHOUT_TORCH = [
@@ -43,6 +57,9 @@ STARTS_WITHOUT_TORCH = [
     "crosscut.models.shapes",
     "crosscut.parallel.pipeline",
     "crosscut.train.config",
+    "crosscut.watch",
+    "crosscut.watch.reading",
+    "crosscut.watch.ring",
 ]
 MAX_LINES = 15_000
 

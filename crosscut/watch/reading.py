@@ -1,0 +1,220 @@
+"""Read the ring of one rank, also while it is written. No torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from crosscut.comm.call import Call
+from crosscut.watch import ring as layout
+from crosscut.watch.ring import COUNTS, HEAD, HEADER_BYTES, LIFE, RECORD, TOTAL
+
+
+class Lane(NamedTuple):
+    """One communicator: its label (`dp`), its global ranks in its order, and its channel among several of the same."""
+
+    label: str
+    ranks: tuple[int, ...]
+    channel: int = 0
+
+
+class Record(NamedTuple):
+    """One call of one rank. Times in nanoseconds on rank 0's clock; `waiting`, `completed`: 0 if not (yet)."""
+
+    number: int  # among all calls of the rank, from 1
+    lane: Lane
+    call: Call
+    bytes: int
+    step: int
+    entered: int
+    waiting: int
+    completed: int
+    message_tag: int = 0
+
+
+@dataclass
+class Ring:
+    """What the file of one rank says."""
+
+    path: Path
+    rank: int
+    world_size: int
+    pid: int = 0
+    host: str = ""
+    device: str = "cpu"
+    signal: int = 0  # on which the rank writes its stack
+    process_start: int = 0
+    start_wall_ns: int = 0
+    start_ns: int = 0
+    offset_ns: int = 0
+    entered: int = 0  # calls so far
+    ended: int = layout.RUNNING
+    exit_code: int = 0
+    section: str = ""
+    section_since: int = 0
+    section_limit_s: float = 0.0
+    records: list[Record] = field(default_factory=list)  # the last ones, oldest first
+    half_written: int = 0  # records that were being written when the file was read, or the process killed
+    totals: dict[tuple[str, str, str, str], tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether calls have been overwritten: the records do not reach back to the first."""
+        return self.entered > len(self.records) + self.half_written
+
+    def wall(self, time_ns: int) -> float:
+        """A record's time as seconds since 1970."""
+        return (self.start_wall_ns + time_ns - self.offset_ns - self.start_ns) / 1e9
+
+
+class RingFile:
+    """An open ring: `head()` costs microseconds, `read()` takes the records too.
+
+    Raises ValueError, one line, for a file that is no ring, of a newer version, or half written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            self._file = self.path.open("rb", buffering=0)
+            first = self._file.read(HEADER_BYTES)
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+        if len(first) < HEADER_BYTES or first[:8] == bytes(8):
+            raise ValueError(f"{path}: half written: its rank ended, or is, before its recorder had started")
+        if first[:8] != layout.MAGIC:
+            raise ValueError(f"{path}: not a ledger of crosscut")
+        version = HEAD.unpack_from(first)[1]
+        if version > layout.FORMAT_VERSION:
+            raise ValueError(f"{path}: format_version {version} is newer than {layout.FORMAT_VERSION}; update crosscut")
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+    def head(self) -> Ring:
+        """The header."""
+        self._file.seek(0)
+        return self._header(self._file.read(HEADER_BYTES))
+
+    def read(self, after: int = 0) -> Ring:
+        """Everything, or the records with a number above `after`."""
+        self._file.seek(0)
+        data = self._file.read()
+        out = self._header(data)
+        *_, capacity, half, _, _, _ = HEAD.unpack_from(data)
+        text = HEADER_BYTES + capacity * RECORD.size
+        lanes = _lanes(data, text + 2 * half)
+        text_at = COUNTS.unpack_from(data, layout.AT_COUNTS)[1]
+        oldest = (text_at // half - 1) * half
+        known: dict[int, tuple[Any, ...] | None] = {}
+        for number in range(max(1, after + 1, out.entered - capacity + 1), out.entered + 2):
+            fields = RECORD.unpack_from(data, HEADER_BYTES + (number - 1) % capacity * RECORD.size)
+            if fields[0] != number or fields[7] != number:
+                out.half_written += number <= out.entered
+                continue
+            at = fields[1]
+            if at not in known:
+                known[at] = _details(data, text + at % (2 * half)) if oldest <= at <= text_at else None
+            record = _record(number, fields, known[at], lanes, out.offset_ns)
+            if record is None:
+                out.half_written += 1
+            else:
+                out.records.append(record)
+                out.entered = max(out.entered, number)
+        _totals(data, text + 2 * half + layout.LANE_BYTES, out)
+        return out
+
+    def _header(self, data: bytes) -> Ring:
+        head = HEAD.unpack_from(data)
+        counts = COUNTS.unpack_from(data, layout.AT_COUNTS)
+        ended, exit_code, since, limit_ms, started = LIFE.unpack_from(data, layout.AT_LIFE)
+        return Ring(
+            path=self.path,
+            rank=head[3],
+            world_size=head[4],
+            pid=head[5],
+            signal=head[6],
+            start_wall_ns=head[9],
+            start_ns=head[10],
+            offset_ns=head[11],
+            host=_word(data, layout.AT_HOST),
+            device=_word(data, layout.AT_DEVICE),
+            entered=counts[0],
+            ended=ended,
+            exit_code=exit_code,
+            process_start=started,
+            section=_word(data, layout.AT_SECTION),
+            section_since=since,
+            section_limit_s=limit_ms / 1000,
+        )
+
+
+def read_ring(path: str | Path) -> Ring:
+    """The ring of one rank. Raises ValueError as `RingFile` does."""
+    file = RingFile(path)
+    try:
+        return file.read()
+    finally:
+        file.close()
+
+
+def _word(data: bytes, at: int) -> str:
+    return data[at + 1 : at + 1 + data[at]].decode(errors="replace")
+
+
+def _lanes(data: bytes, at: int) -> list[Lane]:
+    out = []
+    end = at + COUNTS.unpack_from(data, layout.AT_COUNTS)[2]
+    while at < end:
+        length = layout.LENGTH.unpack_from(data, at)[0]
+        try:
+            label, ranks, channel = json.loads(data[at + 2 : at + 2 + length])
+        except ValueError:
+            label, ranks, channel = "?", [], 0
+        if isinstance(ranks, dict):
+            ranks = range(ranks["first"], ranks["first"] + ranks["step"] * ranks["count"], ranks["step"])
+        out.append(Lane(label, tuple(ranks), channel))
+        at += length + 2
+    return out
+
+
+def _details(data: bytes, at: int) -> tuple[Any, ...] | None:
+    """The text of a record, None if it is not whole."""
+    length = layout.LENGTH.unpack_from(data, at)[0]
+    try:
+        value = json.loads(data[at + 2 : at + 2 + length])
+    except ValueError:
+        return None
+    return tuple(value) if isinstance(value, list) else None
+
+
+def _record(
+    number: int, fields: tuple[int, ...], details: tuple[Any, ...] | None, lanes: list[Lane], offset: int
+) -> Record | None:
+    if details is None or details[0] >= len(lanes):
+        return None
+    lane, op, num_bytes, site, shape, dtype, reduce_op, root, peer, tag, kind, *more = details
+    dim, ins, outs, message_tag = [*more, None, None, None, None][:4]
+    _, _, seq, step, entered, waiting, completed, _ = fields
+    call = Call(
+        *(op, lanes[lane].label, tag, kind, site, seq, tuple(shape), dtype, reduce_op, root, dim),
+        *(None if ins is None else tuple(ins), None if outs is None else tuple(outs), peer),
+    )
+    times = (entered + offset, waiting and waiting + offset, completed and completed + offset)
+    return Record(number, lanes[lane], call, num_bytes, step, *times, message_tag or 0)
+
+
+def _totals(data: bytes, at: int, out: Ring) -> None:
+    for index in range(COUNTS.unpack_from(data, layout.AT_COUNTS)[3]):
+        place = at + index * layout.TOTAL_BYTES
+        calls, num_bytes, length = TOTAL.unpack_from(data, place)
+        text = data[place + TOTAL.size : place + TOTAL.size + length]
+        try:
+            kind, tag, label, op = json.loads(text)
+        except ValueError:
+            continue
+        old = out.totals.get((kind, tag, label, op), (0, 0))  # long tags may be equal where they were cut off
+        out.totals[kind, tag, label, op] = (old[0] + calls, old[1] + num_bytes)
