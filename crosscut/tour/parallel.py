@@ -140,8 +140,9 @@ def _rank_step(ctx: Context, cfg: MLPConfig, layout: Layout, inputs: Tensor) -> 
     optimizer.step()
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
     counted = ctx.ledger - earlier
+    ranges = {name: model.held_ranges(name) for name in params}
     report = RankReport(
-        model.plan, ctx.coords, [loss], [norm], [grads], params, counted.totals("step"), counted.by_tag("step")
+        model.plan, ctx.coords, [loss], [norm], [grads], params, ranges, counted.totals("step"), counted.by_tag("step")
     )
     return RankStep(rows, own_loss, report, _sent(report, counted))
 
