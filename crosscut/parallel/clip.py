@@ -24,7 +24,7 @@ def global_norm(counted: Iterable[Tensor], world: Group, norm_type: float, dtype
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} must be positive (or inf)")
-    norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype) for g in counted]
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=dtype) for g in counted if g.numel()]
     device = world.device
     if math.isinf(norm_type):
         largest = torch.stack(norms).max() if norms else torch.zeros((), dtype=dtype, device=device)

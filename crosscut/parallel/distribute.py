@@ -32,6 +32,7 @@ from crosscut.parallel.materialize import build_whole, hold_share
 from crosscut.parallel.pipeline.runtime import StageRun, StageWork
 from crosscut.parallel.pipeline.schedules import Action, add_communication, build, forward_only
 from crosscut.parallel.pipeline.stage import Stage
+from crosscut.parallel.store import Store, check_elementwise
 from crosscut.parallel.tensor import cut_embedding, install_boundaries
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
@@ -106,7 +107,9 @@ class DistributedModel:
         hold_share(self.module, self.plan, ctx, DTYPES[layout.precision.compute], drawn, seed)
         self._tied_groups = self._make_tied_groups()
         self._positions = accepts_positions(self.module)
+        self._store = Store(self.module, self.plan, ctx)
         self._install()
+        self._sharder = self._store.drive()
         self._reducer: Reducer = self._make_reducer(bucket_bytes)
         self._checked = False
 
@@ -123,12 +126,15 @@ class DistributedModel:
         actions = schedule[self.stage.index]
         # What earlier calls left is summed already: it is set aside, or the reduction would sum it once more. (A clone,
         # since it may be a view of the bucket that is about to be filled.)
-        earlier = [(p, p.grad.clone()) for _, p in self.named_parameters() if p.grad is not None]
+        whole = [p for name, p in self.named_parameters() if name not in self._store.shards]
+        earlier = [(p, p.grad.clone()) for p in whole if p.grad is not None]
         for p, _ in earlier:
             p.grad = None
         output = self._run(batch, actions, "step")
         self._reducer.finish()
+        self._sharder.finish(len(batch.micro) if self._sharder.reduce_always else 1)
         self._sum_tied()
+        self._sharder.publish()
         for p, before in earlier:
             p.grad = before if p.grad is None else p.grad.add_(before)
         return output
@@ -161,24 +167,39 @@ class DistributedModel:
     def optimizer(
         self, cls: type[torch.optim.Optimizer], *, group_fn: Callable | None = None, **kw: Any
     ) -> torch.optim.Optimizer:
-        """An optimizer of class `cls` over this rank's parameters.
+        """An optimizer of class `cls` over this rank's parameters, or shards of them, under their names in the model.
 
         group_fn(name, shape) -> options of that parameter (logical name and whole shape), e.g. {"weight_decay": 0.0};
-        parameters with the same options form a group.
+        parameters with the same options form a group. Where parameters stay whole (zero = 1 and 2), `step` ends with
+        the all_gather of what the ranks updated.
+
+        Raises ValueError for an optimizer that needs whole tensors under a store.
         """
+        if self._store.shards:
+            check_elementwise(cls, kw, self.ctx.device)
         groups: dict[tuple, dict[str, Any]] = {}
         for name, p in self.named_parameters():
             if p.requires_grad:
                 options = group_fn(name, self.plan.params[name].shape) if group_fn else {}
                 groups.setdefault(tuple(sorted(options.items())), {**options, "params": []})["params"].append(p)
         # A stage whose parameters are all frozen has an optimizer too: every rank runs the same loop.
-        return cls(list(groups.values()) or [{"params": []}], **kw)
+        optimizer = cls(list(groups.values()) or [{"params": []}], **kw)
+        optimizer.register_step_post_hook(lambda *_: self._sharder.regather())
+        return optimizer
+
+    def share_updates(self) -> None:
+        """Gather parameters that stay whole after their shards were changed by something else than the optimizer's
+        step. Collective; counted as `control`."""
+        with self.ctx.ledger.control():
+            self._sharder.regather()
 
     # ---- what a rank holds ----------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name in the whole model, this rank's local parameter); a tied parameter once, under the first name held."""
-        yield from self.module.named_parameters()
+        """(name in the whole model, this rank's local parameter, or its shard under a store); a tied parameter once,
+        under the first name held."""
+        for name, p in self.module.named_parameters():
+            yield name, self._store.shards.get(name, p)
 
     def held_ranges(self, name: str) -> Ranges:
         """Per dim, the [start, stop) ranges of the whole parameter `name` that this rank's tensor of
@@ -191,7 +212,8 @@ class DistributedModel:
         param, coords = self.plan.params[name], self.ctx.coords
         if coords["pp"] != param.stages[0]:
             return False
-        return all(coords[a] == 0 for a in self.layout.mesh.axes if a != "pp" and a not in param.cut_axes)
+        dividing = {"pp", *param.cut_axes, *param.store_axes}
+        return all(coords[a] == 0 for a in self.layout.mesh.axes if a not in dividing)
 
     # ---- inside ---------------------------------------------------------------------------------------------------
 
@@ -232,12 +254,13 @@ class DistributedModel:
         owed = [
             Owed(name, p, self.ctx.group(self.plan.params[name].sum_axes))
             for name, p in self.named_parameters()
-            if p.requires_grad
+            if p.requires_grad and name not in self._store.shards
         ]
         return BucketReducer(owed, bucket_bytes) if bucket_bytes else NaiveReducer(owed)
 
     def _run(self, batch: Batch, actions: Sequence[Action], kind: str) -> StepOutput:
         ctx = self.ctx
+        self._sharder.release()  # also what an error left behind
         self._size_plan(batch.micro)
         micro = tuple(self._own_labels(m) for m in batch.micro)
         labels = ctx.group(self.plan.loss.label_axes)
@@ -249,16 +272,20 @@ class DistributedModel:
         def forward(m: int, received: Tensor | None) -> Tensor:
             with self._contract():
                 kwargs = {"positions": micro[m].positions} if self._positions else {}
+                self._sharder.before_forward(self._sharder.rest)
                 output = self.stage.forward(received, self._cast(micro[m].inputs), **kwargs)
+                self._sharder.after_forward(self._sharder.rest, output)
             if not self.stage.is_last:
                 return output
             loss = self._loss(output, micro[m].labels) * (counts[m] / max(num_tokens, 1))
             losses.add_(loss.detach())
             return loss
 
-        work = StageWork(
-            forward, lambda m: self._hidden(micro[m]), self._reducer.last_backward, _boundary_tag, self.stage.is_last
-        )
+        def last_backward() -> None:
+            self._reducer.last_backward()
+            self._sharder.last_backward()
+
+        work = StageWork(forward, lambda m: self._hidden(micro[m]), last_backward, _boundary_tag, self.stage.is_last)
         StageRun(actions, work, [ctx.group("pp", channel=0), ctx.group("pp", channel=1)], kind).run()
         if self.stage.is_last:
             labels.all_reduce(losses, tag="loss/step", kind=kind)
@@ -324,13 +351,17 @@ class DistributedModel:
 
     def _sum_tied(self) -> None:
         """Ends that share a weight on two stages: each has a part of its gradient."""
-        params = dict(self.module.named_parameters())
+        params = dict(self.named_parameters())
         for tied in self.plan.tied:
-            held = next((params[n] for n in tied.names if n in params), None)
-            if held is not None and held.requires_grad and self.ctx.coords["pp"] in tied.stages:
-                if held.grad is None:
-                    held.grad = torch.zeros_like(held)
-                self._tied_groups[tied.stages].all_reduce(held.grad, tag=tied.tag)
+            name = next((n for n in tied.names if n in params), None)
+            if name is None or not params[name].requires_grad or self.ctx.coords["pp"] not in tied.stages:
+                continue
+            held = params[name]
+            if name not in self._store.shards and held.grad is None:
+                held.grad = torch.zeros_like(held)
+            grad = self._store.reduced(name) if name in self._store.shards else held.grad
+            assert grad is not None
+            self._tied_groups[tied.stages].all_reduce(grad, tag=tied.tag)
 
 
 class _Watching:
@@ -364,8 +395,6 @@ def refuse_unsupported(layout: Layout) -> None:
                 f"mesh axis {axis}={layout.mesh.size(axis)} cannot be executed yet (explain shows it); use dp, tp "
                 f"and pp"
             )
-    if layout.store.zero:
-        raise ValueError(f"store zero={layout.store.zero} cannot be executed yet (explain shows it); use zero = 0")
     if layout.recompute.policy != "none" or layout.recompute.regather:
         raise ValueError(f'recompute policy {layout.recompute.policy!r} cannot be executed yet; use policy = "none"')
     if layout.precision.compute not in DTYPES or layout.precision.reduce not in DTYPES:

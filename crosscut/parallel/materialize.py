@@ -62,7 +62,7 @@ def hold_share(
     module: nn.Module, plan: Plan, ctx: Context, dtype: torch.dtype, table: Mapping[str, Init] | None, seed: int
 ) -> None:
     """Replace each parameter of `module` (whole shapes, this rank's stage) by this rank's slice, in `dtype`, on its
-    device.
+    device: of a parameter that is kept cut between uses, the rows that it keeps.
 
     Numbers are drawn from `table` if there is one, else cut from the module's own. Tied names stay one parameter.
     """
@@ -71,11 +71,12 @@ def hold_share(
     for name, old in list(module.named_parameters(remove_duplicate=False)):
         if id(old) not in new:
             param = plan.params[name]
+            ranges = (param.stored_ranges if param.store_parameters else param.ranges)(coords, sizes)
             if table is not None:
                 first = param.tied_to or name
-                local = draw(first, param.shape, param.ranges(coords, sizes), table[first], seed)
+                local = draw(first, param.shape, ranges, table[first], seed)
             else:
-                local = take_slice(old.detach(), param, coords, sizes)
+                local = take_slice(old.detach(), param, ranges)
             local = local.to(device=ctx.device, dtype=dtype if local.is_floating_point() else local.dtype)
             if local.data_ptr() == old.data_ptr() or not local.is_contiguous():
                 local = local.clone(memory_format=torch.contiguous_format)  # own storage: the whole can be let go

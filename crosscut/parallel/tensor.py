@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from crosscut.comm import pairs
 from crosscut.comm.context import Context
 from crosscut.comm.group import Group
-from crosscut.layout.plan import Action, ParamPlan, Plan, Site
+from crosscut.layout.plan import Action, ParamPlan, Plan, Ranges, Site
 
 
-def take_slice(whole: Tensor, plan: ParamPlan, coords: dict[str, int], sizes: dict[str, int]) -> Tensor:
-    """The part of a whole parameter that the rank at `coords` holds (a copy unless it is all of it)."""
+def take_slice(whole: Tensor, plan: ParamPlan, ranges: Ranges) -> Tensor:
+    """The part `ranges` of a whole parameter (a copy unless it is all of it)."""
     if tuple(whole.shape) != plan.shape:
         raise ValueError(f"{plan.name} has shape {tuple(whole.shape)}, its plan says {plan.shape}")
-    for dim, held in enumerate(plan.ranges(coords, sizes)):
+    for dim, held in enumerate(ranges):
         if held != ((0, whole.size(dim)),):
-            whole = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in held], dim)
+            whole = torch.cat([whole.narrow(dim, start, stop - start) for start, stop in held or ((0, 0),)], dim)
     return whole
 
 

@@ -105,8 +105,10 @@ def _pieces(
         plan = model.plan.params[name]
         if plan.tied_to is not None:
             continue
-        if slices.writes(plan, plan.cut_axes, coords, sizes):
-            yield f"model/{name}", ("parameters", name), plan.shape, plan.ranges(coords, sizes), p
+        held, cutting = model.held_ranges(name), (*plan.cut_axes, *plan.store_axes)
+        first = slices.writes(plan, cutting, coords, sizes)
+        if first and (p.numel() or not plan.store_axes):  # a shard may hold no rows
+            yield f"model/{name}", ("parameters", name), plan.shape, held, p
         for key, value in optimizer.state.get(p, {}).items():
             if not isinstance(value, Tensor):
                 if value is None:
@@ -115,9 +117,8 @@ def _pieces(
                     f"optimizer state {key} of {name} is a {type(value).__name__}; only tensors can be saved"
                 )
             scalar = value.ndim == 0 and p.ndim != 0
-            cutting = () if scalar else (*plan.cut_axes, *plan.store_optimizer)
-            if slices.writes(plan, cutting, coords, sizes) and value.numel():
-                ranges = () if scalar else plan.stored_ranges(coords, sizes)
+            if value.numel() and (slices.writes(plan, (), coords, sizes) if scalar else first):
+                ranges = () if scalar else held
                 yield f"{key}/{name}", ("state", name, key), () if scalar else plan.shape, ranges, value
 
 

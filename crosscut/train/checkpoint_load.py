@@ -33,12 +33,12 @@ def load(path: Path, model: DistributedModel, optimizer: torch.optim.Optimizer |
             if i % ctx.world_size == ctx.rank:  # each file is digested once
                 index.check_file(name)
         index.check_parameters(model.plan.params)
-    coords, sizes = ctx.coords, model.layout.mesh.sizes
     with Reader(index) as reader:
         for name, p in model.named_parameters():
             plan = model.plan.params[name]
             with torch.no_grad():
-                p.copy_(reader.read("parameters", plan.tied_to or name, plan.ranges(coords, sizes)))
+                p.copy_(reader.read("parameters", plan.tied_to or name, model.held_ranges(name)))
+        model.share_updates()
         if optimizer is not None:
             _load_optimizer(reader, model, optimizer)
         restore_rng(reader, model, seed)
@@ -105,7 +105,6 @@ def _load_optimizer(reader: Reader, model: DistributedModel, optimizer: torch.op
             f"checkpoint {reader.index.path}: its optimizer is {saved['class']} and this one "
             f"{type(optimizer).__name__}; keep optimizer.name"
         )
-    coords, sizes = model.ctx.coords, model.layout.mesh.sizes
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     optimizer.state.clear()
     for name, p in model.named_parameters():
@@ -113,7 +112,7 @@ def _load_optimizer(reader: Reader, model: DistributedModel, optimizer: torch.op
         state: dict[str, Tensor] = {}
         for key, entry in saved["state"].get(plan.tied_to or name, {}).items():
             scalar = not entry["shape"] and p.ndim != 0
-            value = reader.entry(f"{key} of {name}", entry, () if scalar else plan.stored_ranges(coords, sizes))
+            value = reader.entry(f"{key} of {name}", entry, () if scalar else model.held_ranges(name))
             group = groups.get(id(p), {})
             if scalar and not (group.get("capturable") or group.get("fused")):
                 state[key] = value  # torch keeps a step counter on the CPU and in its own dtype
