@@ -58,6 +58,11 @@ class Context:
     def __repr__(self) -> str:
         return f"Context(rank={self.rank}, world_size={self.world_size}, backend={self.backend!r})"
 
+    @property
+    def transport(self) -> World:
+        """The ranks' connection, on which another context can be made: one context has one mesh."""
+        return self._transport
+
     # -- groups -------------------------------------------------------------------------------------------------------
 
     def set_mesh(self, mesh: Mesh, group_axes: Iterable[Sequence[str]] = ()) -> None:
