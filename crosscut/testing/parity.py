@@ -2,17 +2,14 @@
 
 The reference is plain PyTorch on one device: the model's own forward, the loss's own mean over the whole batch, an
 ordinary optimizer. The layout runs in the threads world (or any back end) and its shards are put together by logical
-name.
-
-Two correct runs in different orders of summation differ by rounding, so tensors are compared norm-wise:
-||x - ref|| <= bound * max(||ref||, 1e-3 * the largest ||ref|| of its kind); the second term is there because a gradient
-that is zero in exact arithmetic has no relative error.
+name. SGD, since Adam would forgive a wrong scale. How two runs are compared: crosscut/testing/verdict.py; how far
+correct ones are apart below fp64: crosscut/testing/noise.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,65 +22,95 @@ from crosscut.layout.plan import Plan
 from crosscut.layout.spec import Dims
 from crosscut.models.init import draw
 from crosscut.parallel.batch import IGNORE, local_batch
-from crosscut.parallel.distribute import DistributedModel, LossFn, distribute
+from crosscut.parallel.distribute import DTYPES, DistributedModel, LossFn, distribute
+from crosscut.testing import probes
+from crosscut.testing.diagnose import MICRO, Ranges
+from crosscut.testing.verdict import (
+    FP64_BOUND,
+    Difference,
+    Evidence,
+    Key,
+    Part,
+    Share,
+    Trace,
+    Verdict,
+    compare,
+    judge,
+    put_together,
+)  # fmt: skip
 
-FP64_BOUND = 1e-11
-Ranges = tuple[tuple[tuple[int, int], ...], ...]
 Builder = Callable[[], nn.Module]
 GlobalBatch = tuple[Tensor, Tensor | None]
 
 
-@dataclass
-class Trace:
-    """What a few steps computed: loss, gradient norm (before clipping) and gradients of each; the last parameters."""
+class OneDevice:
+    """The reference: one plain module, whole batches, SGD. `step` runs forward, backward and the update."""
 
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    grads: list[dict[str, Tensor]] = field(default_factory=list)
-    params: dict[str, Tensor] = field(default_factory=dict)
+    def __init__(
+        self, build: Builder, loss_fn: LossFn, *, lr: float = 0.1, max_norm: float | None = None, seed: int = 0,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:  # fmt: skip
+        self.module = whole_module(build, seed).to(dtype)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=lr)
+        self.loss_fn, self.max_norm, self.dtype = loss_fn, max_norm, dtype
+        self.trace = Trace()
+
+    def cast(self, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
+        """Inputs in the run's dtype, and the labels (the inputs for a loss without labels)."""
+        inputs = batch[0].to(self.dtype) if batch[0].is_floating_point() else batch[0]
+        return inputs, inputs if batch[1] is None else batch[1]
+
+    def backward(self, batch: GlobalBatch, rows: Sequence[Tensor] = ()) -> float:
+        """Gradients of the mean loss of the batch: in one piece, or added up over pieces, each of some `rows`."""
+        inputs, labels = self.cast(batch)
+        self.optimizer.zero_grad()
+        if not rows:
+            loss = self.loss_fn(self.module(inputs), labels)
+            loss.backward()
+            return float(loss.detach())
+        total = num_terms(labels)
+        added = 0.0
+        for piece in rows:
+            count = num_terms(labels[piece])
+            if count:
+                loss = self.loss_fn(self.module(inputs[piece]), labels[piece]) * (count / total)
+                loss.backward()
+                added += float(loss.detach())
+        return added
+
+    def grads(self) -> dict[str, Tensor]:
+        """A copy of every gradient; zeros where there is none."""
+        return {name: _grad(p).clone() for name, p in self.module.named_parameters()}
+
+    def step(self, batch: GlobalBatch, rows: Sequence[Tensor] = ()) -> None:
+        """One step, recorded in `trace`."""
+        self.trace.losses.append(self.backward(batch, rows))
+        self.trace.grads.append(self.grads())
+        limit = self.max_norm if self.max_norm is not None else float("inf")
+        self.trace.norms.append(float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), limit)))
+        self.optimizer.step()
+        self.trace.params = {name: p.detach().clone() for name, p in self.module.named_parameters()}
 
 
-@dataclass(frozen=True)
-class Difference:
-    """One compared tensor or number: how far it is off, as a fraction of the bound (above 1: not equal)."""
-
-    name: str
-    kind: str  # "loss" | "norm" | "gradient" | "parameter"
-    step: int
-    error_over_bound: float
-
-
-def single_device(
-    build: Builder, batches: Sequence[GlobalBatch], loss_fn: LossFn, *, lr: float = 0.1, max_norm: float | None = None,
-    seed: int = 0, dtype: torch.dtype = torch.float64,
-) -> Trace:  # fmt: skip
-    """The reference: one plain module, whole batches, SGD."""
-    module = _whole_module(build, seed).to(dtype)
-    optimizer = torch.optim.SGD(module.parameters(), lr=lr)
-    trace = Trace()
-    for inputs, labels in batches:
-        inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
-        labels = inputs if labels is None else labels
-        optimizer.zero_grad()
-        loss = loss_fn(module(inputs), labels)
-        loss.backward()
-        trace.losses.append(float(loss.detach()))
-        grads = {name: _grad(p).clone() for name, p in module.named_parameters()}
-        trace.grads.append(grads)
-        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm if max_norm is not None else float("inf"))
-        trace.norms.append(float(norm))
-        optimizer.step()
-    trace.params = {name: p.detach().clone() for name, p in module.named_parameters()}
-    return trace
+def single_device(build: Builder, batches: Sequence[GlobalBatch], loss_fn: LossFn, **options: Any) -> Trace:
+    """The steps of the reference. options: lr, max_norm, seed, dtype."""
+    run = OneDevice(build, loss_fn, **options)
+    for batch in batches:
+        run.step(batch)
+    return run.trace
 
 
 def under_layout(
     build: Builder, dims: Dims, layout: Layout, batches: Sequence[GlobalBatch], loss_fn: LossFn, *, lr: float = 0.1,
     max_norm: float | None = None, seed: int = 0, backend: str = "threads", bucket_bytes: int = 25_000_000,
+    probe: bool = False,
 ) -> tuple[Trace, list[RankReport]]:  # fmt: skip
-    """The same steps under `layout`: the trace with whole tensors by logical name, and what each rank reports."""
+    """The same steps under `layout`: the trace with whole tensors by logical name, and what each rank reports.
+
+    probe: also what the boundaries gave out in the first step, and its gradients.
+    """
     reports = spawn(
-        _rank_steps, build, dims, layout, batches, loss_fn, lr, max_norm, seed, bucket_bytes,
+        _rank_steps, build, dims, layout, batches, loss_fn, lr, max_norm, seed, bucket_bytes, probe,
         world_size=layout.mesh.world_size, backend=backend,
     )  # fmt: skip
     return assemble(reports), reports
@@ -102,125 +129,166 @@ class RankReport:
     ranges: dict[str, Ranges]  # of what each of these holds of the whole
     counted: dict[str, dict[str, int]]  # axis -> op -> bytes over all steps
     by_tag: dict[str, dict[tuple[str, str], tuple[int, int]]]  # tag -> (axis, op) -> (calls, bytes)
+    probed: dict[str, dict[str, Part]] = field(default_factory=dict)  # with `probe`: initial, outputs, output_grads
+
+    def parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+        """`tensors` (this rank's gradients or parameters) by logical name, with where they are in the whole ones."""
+        found = {}
+        for name, local in tensors.items():
+            param = self.plan.params[name]
+            found[param.tied_to or name] = (param.shape, self.ranges[name], local)
+        return found
 
 
 def _rank_steps(
     ctx: Context, build: Builder, dims: Dims, layout: Layout, batches: Sequence[GlobalBatch], loss_fn: LossFn,
-    lr: float, max_norm: float | None, seed: int, bucket_bytes: int,
+    lr: float, max_norm: float | None, seed: int, bucket_bytes: int, probe: bool = False,
 ) -> RankReport:  # fmt: skip
     rows, seq = batches[0][0].size(0), batches[0][0].size(1) if not batches[0][0].is_floating_point() else None
     model = distribute(
         build, dims, layout, ctx, loss_fn=loss_fn, seed=seed, bucket_bytes=bucket_bytes, batch=rows, seq=seq
     )
     optimizer = model.optimizer(torch.optim.SGD, lr=lr)
+    initial = {name: p.detach().clone() for name, p in model.named_parameters()} if probe else {}
+    taken = probes.of_rank(model) if probe else probes.Probes()
     losses, norms, grads = [], [], []
     for inputs, labels in batches:
         optimizer.zero_grad()
         losses.append(model.forward_backward(local_batch(inputs, labels, layout, ctx)).loss)
+        taken.close()
         grads.append({name: _grad(p).clone() for name, p in model.named_parameters()})
         norms.append(float(model.clip_grad_norm_(max_norm)))
         optimizer.step()
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
     ranges = {name: model.held_ranges(name) for name in params}
-    return RankReport(
-        model.plan, dict(ctx.coords), losses, norms, grads, params, ranges,
-        ctx.ledger.totals("step"), ctx.ledger.by_tag("step"),
+    report = RankReport(
+        model.plan, dict(ctx.coords), losses, norms, grads, params, ranges, ctx.ledger.totals("step"),
+        ctx.ledger.by_tag("step"),
     )  # fmt: skip
+    if probe:
+        report.probed = {"initial": report.parts(initial), **taken.parts(model.plan, ctx.coords)}
+    return report
 
 
 def assemble(reports: Sequence[RankReport]) -> Trace:
-    """Whole tensors from all ranks' parts. Raises AssertionError where ranks that hold the same part differ."""
+    """Whole tensors from all ranks' parts; `conflicts` where ranks that hold the same part differ."""
     first = reports[0]
-    for rank, report in enumerate(reports):
-        if report.losses != first.losses or report.norms != first.norms:
-            raise AssertionError(
-                f"rank {rank} reports loss or norm {report.losses}, {report.norms}; rank 0 {first.losses}, "
-                f"{first.norms}"
-            )
-    grads = [_put_together(reports, [r.grads[step] for r in reports]) for step in range(len(first.grads))]
-    return Trace(first.losses, first.norms, grads, _put_together(reports, [r.params for r in reports]))
+    trace = Trace(first.losses, first.norms)
+    for kind, name in (("loss", "loss"), ("norm", "grad_norm")):
+        for step in range(len(first.losses)):
+            values = {r: (x.losses if kind == "loss" else x.norms)[step] for r, x in enumerate(reports)}
+            if len(set(values.values())) > 1:
+                trace.conflicts[kind, step, name] = {r: torch.tensor(v).double() for r, v in values.items()}
+
+    def whole(kind: str, step: int, ranks: Sequence[Mapping[str, Part]]) -> dict[str, Tensor]:
+        tensors, conflicts, held = put_together(ranks)
+        trace.conflicts |= {(kind, step, name): values for name, values in conflicts.items()}
+        trace.held = {**held, **trace.held}
+        return tensors
+
+    order = [name for name, p in first.plan.params.items() if p.tied_to is None]
+    for step in range(len(first.grads)):
+        found = whole("gradient", step, [r.parts(r.grads[step]) for r in reports])
+        trace.grads.append({name: found[name] for name in order if name in found})
+    params = whole("parameter", len(first.grads) - 1, [r.parts(r.params) for r in reports])
+    trace.params = {name: params[name] for name in order if name in params}
+    for what, kind in (("initial", "initial"), ("outputs", "output"), ("output_grads", "output gradient")):
+        setattr(trace, what, whole(kind, 0, [r.probed.get(what, {}) for r in reports]))
+    return trace
 
 
-def _put_together(reports: Sequence[RankReport], parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    whole: dict[str, Tensor] = {}
-    seen: dict[tuple[str, Ranges], tuple[int, Tensor]] = {}
-    covered: dict[str, int] = {}
-    for rank, (report, held) in enumerate(zip(reports, parts, strict=True)):
-        for name, local in held.items():
-            param = report.plan.params[name]
-            logical = param.tied_to or name
-            ranges = report.ranges[name]
-            if (logical, ranges) in seen:
-                other, value = seen[logical, ranges]
-                if not torch.equal(value, local):
-                    raise AssertionError(f"{name}: ranks {other} and {rank} hold the same part and differ")
-                continue
-            seen[logical, ranges] = (rank, local)
-            target = whole.setdefault(logical, torch.full(param.shape, float("nan"), dtype=local.dtype))
-            target[_index(ranges)] = local
-            covered[logical] = covered.get(logical, 0) + local.numel()
-    for name, count in covered.items():
-        if count != whole[name].numel():
-            raise AssertionError(f"{name}: the ranks hold {count} of {whole[name].numel()} elements")
-    return whole
+def check_parity(
+    build: Builder, dims: Dims, batches: Sequence[GlobalBatch], layout: Layout, *, loss_fn: LossFn,
+    ref: Trace | None = None, bound: float | Mapping[Key, float] = FP64_BOUND, **options: Any,
+) -> tuple[Verdict, list[RankReport]]:  # fmt: skip
+    """Run the steps under `layout` and judge them; on failure run once more, to see where the forward diverges.
+
+    ref: the reference, if it has been run before. options: those of `under_layout`.
+    """
+    shared: dict[str, Any] = {k: options[k] for k in ("lr", "max_norm", "seed") if k in options}
+    ref = ref or single_device(build, batches, loss_fn, **shared)
+    run, reports = under_layout(build, dims, layout, batches, loss_fn, **options)
+    evidence = evidence_of(reports, build, batches, layout, loss_fn, shared)
+    verdict = judge(ref, run, bound, evidence)
+    if not verdict.equal and verdict.failures[0].step == 0 and isinstance(bound, float):
+        again = OneDevice(build, loss_fn, **shared)
+        initial = {name: p.detach().clone() for name, p in again.module.named_parameters()}
+        taken = probes.of_module(again.module, reports[0].plan)
+        again.step(batches[0])
+        taken.close()
+        more, _ = under_layout(build, dims, layout, batches[:1], loss_fn, probe=True, **options)
+        run.conflicts |= {key: v for key, v in more.conflicts.items() if key not in run.conflicts}
+        run.held = {**more.held, **run.held}
+        seen = {"initial": initial, **taken.whole()}
+        probed = replace(ref)
+        for what, values in seen.items():  # a boundary that no gradient reaches has none to compare
+            common = [name for name in getattr(more, what) if name in values]
+            setattr(run, what, {name: getattr(more, what)[name] for name in common})
+            setattr(probed, what, {name: values[name] for name in common})
+        verdict = judge(probed, run, bound, evidence)
+    return verdict, reports
 
 
-def _index(ranges: Ranges) -> tuple[Tensor, ...]:
-    """Open-mesh index of the product of ranges."""
-    ndim = len(ranges)
-    out = []
-    for d, held in enumerate(ranges):
-        flat = torch.cat([torch.arange(a, b) for a, b in held] or [torch.arange(0)])  # a shard may hold no rows
-        out.append(flat.view([-1 if i == d else 1 for i in range(ndim)]))
-    return tuple(out)
+def evidence_of(
+    reports: Sequence[RankReport], build: Builder, batches: Sequence[GlobalBatch], layout: Layout, loss_fn: LossFn,
+    options: Mapping[str, Any],
+) -> Evidence:  # fmt: skip
+    """What the explanations may use: axis sizes, what each gradient is summed over, the share of each part of the
+    batch."""
+    mesh, micro = layout.mesh, layout.micro_batches
+    label = mesh.label(layout.batch_axes) or "dp"
+    count = mesh.size(layout.batch_axes)
 
+    def shares(step: int) -> dict[str, Share]:
+        run = OneDevice(build, loss_fn, **options)
+        for batch in batches[:step]:
+            run.step(batch)
+        inputs, labels = run.cast(batches[step])
+        total = num_terms(labels)
+        found = {}
+        for i, rows in enumerate(torch.arange(len(inputs)).split(len(inputs) // (micro * count))):
+            words = [f"{label} {i % count}"] * (count > 1) + [f"micro-batch {i // count}"] * (micro > 1)
+            tokens = num_terms(labels[rows])
+            loss = run.backward(batches[step], [rows]) * total / max(tokens, 1)
+            found[" ".join(words)] = Share(loss, tokens, run.grads())
+        return found
 
-def compare(ref: Trace, run: Trace, bound: float = FP64_BOUND) -> list[Difference]:
-    """Every compared thing with its error over the bound: losses, norms, gradients of each step, parameters."""
-    found = []
-    for step, (a, b) in enumerate(zip(ref.losses, run.losses, strict=True)):
-        found.append(Difference("loss", "loss", step, abs(b - a) / (bound * max(abs(a), 1e-300))))
-    for step, (a, b) in enumerate(zip(ref.norms, run.norms, strict=True)):
-        found.append(Difference("grad_norm", "norm", step, abs(b - a) / (bound * max(abs(a), 1e-300))))
-    last = len(ref.grads) - 1
-    for step, (grads, others) in enumerate(zip(ref.grads, run.grads, strict=True)):
-        found += _tensors("gradient", step, grads, others, bound)
-    return found + _tensors("parameter", last, ref.params, run.params, bound)
-
-
-def _tensors(
-    kind: str, step: int, ref: Mapping[str, Tensor], run: Mapping[str, Tensor], bound: float
-) -> list[Difference]:
-    if set(ref) != set(run):
-        raise AssertionError(f"{kind}s differ in names: {sorted(set(ref) ^ set(run))}")
-    largest = max(float(t.norm()) for t in ref.values())
-    out = []
-    for name, a in ref.items():
-        error = float((run[name] - a).norm())
-        scale = bound * max(float(a.norm()), 1e-3 * largest, 1e-300)
-        out.append(Difference(name, kind, step, error / scale if error == error else float("inf")))
-    return out
+    sizes = {axis: mesh.size(axis) for axis in mesh.axes if mesh.size(axis) > 1} | {MICRO: micro}
+    owed = {name: p.sum_axes for name, p in reports[0].plan.params.items()}
+    coords = {rank: r.coords for rank, r in enumerate(reports)}
+    return Evidence(sizes, owed, coords, shares if micro * count > 1 else None)
 
 
 def assert_parity(
-    build: Builder, dims: Dims, batches: Sequence[GlobalBatch], layout: Layout, *, loss_fn: LossFn,
-    bound: float = FP64_BOUND, **options: Any,
+    build_model: Builder, dims: Dims, batch: GlobalBatch | Sequence[GlobalBatch], layout: Layout, *, loss_fn: LossFn,
+    steps: int = 3, dtype: str = "fp64", **options: Any,
 ) -> list[RankReport]:  # fmt: skip
-    """Raise AssertionError naming the worst tensors unless `layout` computes the single-device steps, in fp64."""
-    reference = {k: options[k] for k in ("lr", "max_norm", "seed") if k in options}
-    ref = single_device(build, batches, loss_fn, **reference)
-    run, reports = under_layout(build, dims, layout.adjusted(compute="fp64"), batches, loss_fn, **options)
-    wrong = [d for d in compare(ref, run, bound) if not d.error_over_bound <= 1]
-    if wrong:
-        wrong.sort(key=lambda d: -d.error_over_bound)
-        lines = "\n".join(
-            f"  {d.kind} {d.name} at step {d.step}: {d.error_over_bound:.3g} x the bound" for d in wrong[:8]
+    """Raise AssertionError, saying what is wrong, unless `layout` computes the steps of one device.
+
+    batch: one global batch (inputs, labels or None), used `steps` times, or a sequence of them, one a step. dtype:
+    "fp64", or "fp32" (compared to fp64 by the noise of correct runs). options: lr, max_norm, seed, backend,
+    bucket_bytes. Returns what each rank reported. Raises ValueError (LayoutError) for a layout that does not fit.
+    """
+    if isinstance(batch, tuple) and isinstance(batch[0], Tensor):
+        batch = [batch] * steps
+    layout = layout.adjusted(compute=dtype)
+    batches: Any = batch
+    if dtype != "fp64":
+        from crosscut.testing.noise import noisy_reference
+
+        shared = {k: options[k] for k in ("lr", "max_norm", "seed") if k in options}
+        options["ref"], options["bound"] = noisy_reference(build_model, batches, loss_fn, DTYPES[dtype], **shared)
+    verdict, reports = check_parity(build_model, dims, batches, layout, loss_fn=loss_fn, **options)
+    if not verdict.equal:
+        lines = "\n".join(f"  {f} ({f.error_over_bound:.3g} x the bound)" for f in verdict.failures[:8])
+        raise AssertionError(
+            f"{layout.mesh.describe()} is not the single-device step ({len(verdict.failures)} of "
+            f"{len(verdict.differences)} differ)\n{verdict.sentence()}\n{lines}"
         )
-        raise AssertionError(f"{layout.mesh} is not the single-device step ({len(wrong)} differ):\n{lines}")
     return reports
 
 
-def _whole_module(build: Builder, seed: int) -> nn.Module:
+def whole_module(build: Builder, seed: int) -> nn.Module:
     """The model with the initial weights that every layout starts from."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -235,6 +303,12 @@ def _whole_module(build: Builder, seed: int) -> nn.Module:
     return module
 
 
+def num_terms(labels: Tensor) -> int:
+    """How many terms the mean of a loss has: valid tokens, or rows for float labels. Counted here once more, so that an
+    engine that counts wrongly is found out."""
+    return len(labels) if labels.is_floating_point() else int((labels != IGNORE).sum())
+
+
 def _grad(p: nn.Parameter) -> Tensor:
     return torch.zeros_like(p) if p.grad is None else p.grad.detach()
 
@@ -244,8 +318,11 @@ __all__ = [
     "IGNORE",
     "Difference",
     "DistributedModel",
+    "Ranges",
     "Trace",
+    "assemble",
     "assert_parity",
+    "check_parity",
     "compare",
     "single_device",
     "under_layout",
