@@ -32,6 +32,8 @@ class Record(NamedTuple):
     waiting: int
     completed: int
     message_tag: int = 0
+    is_async: bool = False
+    own_rank: int = 0
 
 
 @dataclass
@@ -56,6 +58,7 @@ class Ring:
     section_since: int = 0
     section_limit_s: float = 0.0
     records: list[Record] = field(default_factory=list)  # the last ones, oldest first
+    last_seq: dict[Lane, int] = field(default_factory=dict)  # of every lane: its last collective
     half_written: int = 0  # records that were being written when the file was read, or the process killed
     totals: dict[tuple[str, str, str, str], tuple[int, int]] = field(default_factory=dict)
 
@@ -118,13 +121,16 @@ class RingFile:
             at = fields[1]
             if at not in known:
                 known[at] = _details(data, text + at % (2 * half)) if oldest <= at <= text_at else None
-            record = _record(number, fields, known[at], lanes, out.offset_ns)
+            record = _record(number, fields, known[at], lanes, out)
             if record is None:
                 out.half_written += 1
             else:
                 out.records.append(record)
                 out.entered = max(out.entered, number)
-        _totals(data, text + 2 * half + layout.LANE_BYTES, out)
+        totals = text + 2 * half + layout.LANE_BYTES
+        _totals(data, totals, out)
+        last = memoryview(data)[totals + layout.NUM_TOTALS * layout.TOTAL_BYTES :].cast("Q")
+        out.last_seq = dict(zip(lanes, last, strict=False))
         return out
 
     def _header(self, data: bytes) -> Ring:
@@ -192,19 +198,20 @@ def _details(data: bytes, at: int) -> tuple[Any, ...] | None:
 
 
 def _record(
-    number: int, fields: tuple[int, ...], details: tuple[Any, ...] | None, lanes: list[Lane], offset: int
+    number: int, fields: tuple[int, ...], details: tuple[Any, ...] | None, lanes: list[Lane], ring: Ring
 ) -> Record | None:
     if details is None or details[0] >= len(lanes):
         return None
     lane, op, num_bytes, site, shape, dtype, reduce_op, root, peer, tag, kind, *more = details
-    dim, ins, outs, message_tag = [*more, None, None, None, None][:4]
+    dim, ins, outs, message_tag, is_async = [*more, None, None, None, None, None][:5]
     _, _, seq, step, entered, waiting, completed, _ = fields
+    offset = ring.offset_ns
     call = Call(
         *(op, lanes[lane].label, tag, kind, site, seq, tuple(shape), dtype, reduce_op, root, dim),
         *(None if ins is None else tuple(ins), None if outs is None else tuple(outs), peer),
     )
     times = (entered + offset, waiting and waiting + offset, completed and completed + offset)
-    return Record(number, lanes[lane], call, num_bytes, step, *times, message_tag or 0)
+    return Record(number, lanes[lane], call, num_bytes, step, *times, message_tag or 0, bool(is_async), ring.rank)
 
 
 def _totals(data: bytes, at: int, out: Ring) -> None:

@@ -6,7 +6,8 @@ number it looks for. What is the same in every step (op, tag, site, shape, ...) 
 record refers. The text area has two halves that are filled in turn, so that programs whose shapes change for ever do
 not fill it.
 
-    header (4096 bytes) | capacity records of 64 bytes | two halves of text | lanes (text) | totals (256 bytes a rule)
+    header (4096 bytes) | capacity records of 64 bytes | two halves of text | lanes (text) | totals (256 bytes a rule) |
+    the last sequence number of every lane
 
 Times are nanoseconds of the monotonic clock, which the processes of one host share.
 """
@@ -35,7 +36,7 @@ COUNTS = struct.Struct("<QQQQ")  # entered, text position, lanes position, numbe
 LIFE = struct.Struct("<IiQQQ")  # ended, exit code, section since, section limit (ms), start of the process (ticks)
 TOTAL = struct.Struct("<QQH")  # calls, bytes; length of the text that follows
 AT_COUNTS, AT_LIFE, AT_HOST, AT_SECTION, AT_DEVICE = 128, 192, 256, 384, 512
-TOTAL_BYTES, NUM_TOTALS, LANE_BYTES = 256, 512, 1 << 17
+TOTAL_BYTES, NUM_TOTALS, LANE_BYTES, NUM_LANES = 256, 512, 1 << 17, 4096
 RUNNING, FINISHED, FAILED = 0, 1, 2
 LENGTH = struct.Struct("<H")
 _WORD = 64  # bytes of a short text in the header: its length, then itself
@@ -64,7 +65,8 @@ class RingWriter:
         self._text = HEADER_BYTES + capacity * RECORD.size
         self._lanes = self._text + 2 * self._half
         self._totals = self._lanes + LANE_BYTES
-        size = self._totals + NUM_TOTALS * TOTAL_BYTES
+        self._last = (self._totals + NUM_TOTALS * TOTAL_BYTES) // 8
+        size = 8 * (self._last + NUM_LANES)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.unlink(missing_ok=True)  # whoever reads the old one keeps it
@@ -128,7 +130,7 @@ class RingWriter:
     ) -> int:
         """Record that a call is made; returns its number, for `complete`.
 
-        root and peer count within the group; `more`: dim, input splits, output splits, message tag.
+        root and peer count within the group; `more`: dim, input splits, output splits, message tag, is async.
         """
         key = (lane, op, num_bytes, site, shape, dtype, reduce_op, root, peer, tag, kind, more)
         known = self._known.get(key)
@@ -140,6 +142,8 @@ class RingWriter:
         total[1] = summed = total[1] + num_bytes
         words, place = self._words, total[2]
         words[AT_COUNTS // 8] = number
+        if peer is None and lane < NUM_LANES:
+            words[self._last + lane] = seq
         words[place] = calls
         words[place + 1] = summed
         return number

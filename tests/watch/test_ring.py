@@ -35,7 +35,7 @@ def test_what_is_written_is_read(tmp_path):
     ring.step = 7
     first = ring.enter(dp, "reduce", 1, 48, "a.py:3", (3, 4), "float32", "sum", 1, None, "grads", "step")
     second = ring.enter(tp, "recv", 0, 0, "b.py:9", (), "int64", None, None, 0, more=(None, None, None, 5))
-    third = ring.enter(dp, "all_to_all", 2, 8, "c.py:1", (2,), "float32", more=(None, (1, 1), (0, 2)))
+    third = ring.enter(dp, "all_to_all", 2, 8, "c.py:1", (2,), "float32", more=(None, (1, 1), (0, 2), 0, True))
     ring.complete(second)
     ring.waits(third)
     read = read_ring(ring.path)
@@ -48,9 +48,11 @@ def test_what_is_written_is_read(tmp_path):
     assert (a.call.tag, a.call.site, a.call.seq, a.step) == ("grads", "a.py:3", 1, 7)
     assert (b.call.peer, b.message_tag) == (0, 5)
     assert (c.call.input_splits, c.call.output_splits) == ((1, 1), (0, 2))
+    assert (b.is_async, c.is_async) == (False, True)
     assert a.entered <= b.entered <= b.completed
     assert (a.completed, a.waiting) == (0, 0)
     assert c.waiting >= c.entered
+    assert read.last_seq == {Lane("dp", (1, 3), 0): 2, Lane("tp", (0, 1), 1): 0}
     assert not read.wrapped
     assert read.totals == {
         ("step", "grads", "dp", "reduce"): (1, 48),

@@ -1,0 +1,124 @@
+"""Who keeps the others waiting though nothing is broken: a slow rank, or a slow link. No torch.
+
+A slow rank is one that spends more time outside its calls than the ranks that run the same program; what the others
+then wait inside their calls is a consequence. Medians over steps, so that one hiccup names nobody, and shares, so that
+uniform slowness names nobody. Arrival times of different ranks are compared only for the exposed waits: the clock of
+the ring is that of the host, aligned to rank 0's by `RingWriter.align`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from statistics import median
+
+from crosscut.comm.errors import ranks_text
+from crosscut.watch.facts import Verdict
+from crosscut.watch.lanes import Calls
+from crosscut.watch.reading import Record, Ring
+
+SLOWER = 0.15  # than its peers: a rank that needs 25% more stands out, the noise of a busy machine does not
+MIN_STEPS, MIN_MESSAGES = 5, 20
+
+
+def find_straggler(rings: Mapping[int, Ring]) -> Verdict | None:
+    """The rank or link that is slower than its peers, or None."""
+    return _slow_rank(rings) or _slow_link(rings)
+
+
+def exposed_waits(rings: Mapping[int, Ring]) -> dict[tuple[int, str], float]:
+    """Seconds that each rank has waited in collectives for later ranks: `{(rank, axis): seconds}`."""
+    out: dict[tuple[int, str], float] = defaultdict(float)
+    for by_seq in Calls.of(rings).collectives.values():
+        for here in by_seq.values():
+            lane = next(iter(here.values())).lane
+            if len(here) == len(lane.ranks) and all(record.completed for record in here.values()):
+                last = max(record.entered for record in here.values())
+                for rank, record in here.items():
+                    out[rank, lane.label] += max(0, min(last, record.completed) - record.entered) / 1e9
+    return dict(out)
+
+
+def outside_by_step(ring: Ring) -> dict[int, float]:
+    """Seconds outside any call, by step: from the end of what came before to the beginning of a call."""
+    out: dict[int, float] = defaultdict(float)
+    end = 0
+    for record in ring.records:
+        if end:
+            out[record.step] += max(0, record.entered - end) / 1e9
+        end = max(end, record.completed or record.entered)
+    ends = (min(out, default=0), max(out, default=0))  # the ring begins and ends in the middle of a step
+    return {step: seconds for step, seconds in out.items() if step not in ends}
+
+
+def _slow_rank(rings: Mapping[int, Ring]) -> Verdict | None:
+    outside = {rank: outside_by_step(ring) for rank, ring in rings.items()}
+    programs: dict[frozenset[tuple[str, ...]], list[int]] = defaultdict(list)
+    for rank, ring in rings.items():
+        if len(outside[rank]) >= MIN_STEPS:
+            programs[frozenset((r.call.op, r.call.label, r.call.tag, r.call.site) for r in ring.records)].append(rank)
+    found = []
+    for ranks in programs.values():
+        for rank in ranks:
+            steps = set.intersection(*(set(outside[other]) for other in ranks))
+            others = [other for other in ranks if other != rank]
+            if len(steps) < MIN_STEPS or not others:
+                continue
+            own = median(outside[rank][step] for step in steps)
+            usual = max(median(outside[other][step] for step in steps) for other in others)
+            share = median(float(all(outside[rank][s] > outside[o][s] for o in others)) for s in steps)
+            if usual > 0 and own / usual - 1 >= SLOWER and share == 1.0:
+                found.append((own / usual - 1, rank, others, own, usual))
+    if not found:
+        return None
+    slower, rank, others, own, usual = max(found)
+    waits = exposed_waits(rings)
+    by_rank = [f"rank {r} waited {seconds:.3f} s over {axis}" for (r, axis), seconds in sorted(waits.items())]
+    sentence = (
+        f"rank {rank} is {slower:.0%} slower than its peers: it spends {own * 1e3:.1f} ms a step outside its calls, "
+        f"{ranks_text(tuple(others))} at most {usual * 1e3:.1f} ms"
+    )
+    return Verdict("straggler", sentence, [rank], evidence=by_rank[:16])
+
+
+def _slow_link(rings: Mapping[int, Ring]) -> Verdict | None:
+    calls = Calls.of(rings)
+    times: dict[tuple[str, str, int], dict[tuple[int, ...], list[float]]] = defaultdict(lambda: defaultdict(list))
+    for (_, src, dst, _), by_seq in calls.messages.items():
+        for both in by_seq.values():
+            if len(both) == 2 and both["recv"].completed:
+                _add(times, both["send"], (src, dst), list(both.values()), both["recv"].completed)
+    for (ranks, _), lane in calls.collectives.items():
+        for here in lane.values():
+            if len(here) == len(ranks) and all(record.completed for record in here.values()):
+                records = list(here.values())
+                _add(times, records[0], ranks, records, max(record.completed for record in records))
+    found = []
+    for (label, op, num_bytes), links in times.items():
+        medians = {link: median(taken) for link, taken in links.items() if len(taken) >= MIN_MESSAGES}
+        if len(medians) < 2:
+            continue
+        worst = max(medians, key=lambda link: medians[link])
+        usual = median(taken for link, taken in medians.items() if link != worst)
+        quarter = sorted(times[label, op, num_bytes][worst])[MIN_MESSAGES // 4]
+        if usual > 0 and medians[worst] / usual - 1 >= SLOWER and quarter > usual and medians[worst] - usual > 1e-3:
+            found.append((num_bytes * len(links[worst]), label, op, worst, medians[worst], usual))
+    if not found:
+        return None
+    _, label, op, link, taken, usual = max(found)
+    sentence = (
+        f"the link between {ranks_text(link)} is {taken / usual - 1:.0%} slower than others over {label}: {op} takes "
+        f"{taken * 1e3:.2f} ms after the last rank has come, elsewhere {usual * 1e3:.2f} ms"
+    )
+    return Verdict("straggler", sentence, sorted(link), axis=label, op=op, advice="look at the network between them")
+
+
+def _add(
+    times: Mapping[tuple[str, str, int], dict[tuple[int, ...], list[float]]],
+    record: Record,
+    link: tuple[int, ...],
+    records: list[Record],
+    end: int,
+) -> None:
+    start = max(one.entered for one in records)
+    times[record.lane.label, record.call.op, record.bytes][link].append(max(0, end - start) / 1e9)
