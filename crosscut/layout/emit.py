@@ -130,8 +130,10 @@ def padded(p: ParamPlan, count: int) -> tuple[int, ...]:
     return (-(-p.local_shape[0] // count) * count, *p.local_shape[1:]) if p.local_shape else ()
 
 
-def gradient_rules(layout: Layout, params: Mapping[str, ParamPlan]) -> Iterator[Rule]:
+def gradient_rules(layout: Layout, params: Mapping[str, ParamPlan], backward: Mapping[str, bool]) -> Iterator[Rule]:
     """Gradient sums and the gathers of stored parameters, of the parameters that one pp coordinate holds.
+
+    backward: whether backward goes through the block that a parameter is in.
 
     Whole gradients: one all_reduce over all axes of the sum. Stored ones: reduce_scatter over the store axes, then
     all_reduce of the shard over the others. Buckets are the engine's choice: `calls` is None.
@@ -146,7 +148,7 @@ def gradient_rules(layout: Layout, params: Mapping[str, ParamPlan]) -> Iterator[
             again = layout.store.reshard == "use"
             times = m if again else 1
             sums.add("parameters", "forward", "all_gather", store, compute, whole * times)
-            if again:
+            if again and backward[p.name]:
                 sums.add("parameters", "backward", "all_gather", store, compute, whole * times)
         if not p.requires_grad:
             continue

@@ -11,7 +11,7 @@ from typing import Any
 from crosscut.layout.cuts import normal_cuts, usual_cuts
 from crosscut.layout.errors import LayoutError, nearest
 from crosscut.layout.mesh import AXES, Mesh
-from crosscut.layout.store import Context, Precision, Recompute, Schedule, Store, choice, whole
+from crosscut.layout.store import STORE_AXES, Context, Precision, Recompute, Schedule, Store, choice, whole
 from crosscut.layout.toml import write_toml
 
 if sys.version_info >= (3, 11):
@@ -62,6 +62,14 @@ class Layout:
             )
         for key in ("optimizer", "gradients", "parameters"):
             axes = getattr(self.store, key)
+            # zero = N on one data-parallel rank stores nothing cut, and explain says so; an axis by name is meant.
+            lost = [a for a in axes if self.mesh.size(a) == 1] if axes != ("dp",) else []
+            if lost:
+                there = [a for a in STORE_AXES if self.mesh.size(a) > 1]
+                raise LayoutError(
+                    f"[store] {key} = {list(axes)}: the mesh has no axis {lost[0]!r} of more than one rank; use "
+                    f"{' or '.join(repr(a) for a in there) or 'zero = 0'}"
+                )
             if axes != tuple(sorted(axes, key=self.mesh.axes.index)):
                 raise LayoutError(
                     f"[store] {key} = {list(axes)} must be outermost first, as the mesh: {list(self.mesh.axes)}"

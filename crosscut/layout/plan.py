@@ -25,6 +25,19 @@ def own_rows(rows: int, index: int, count: int) -> Range:
     return min(index * each, rows), min((index + 1) * each, rows)
 
 
+def block_of(names: Iterable[str]) -> str:
+    """The module whose parameters are gathered together, for a parameter of these names: up to the first number in
+    them ("layers.3" of "layers.3.attn.q.weight"), the same in all; "" for the rest of the model."""
+    found = set()
+    for name in names:
+        parts = name.split(".")[:-1]
+        stop = next((i for i, part in enumerate(parts) if part.isdigit()), -1) + 1
+        while stop and stop < len(parts) and parts[stop].isdigit():  # a list of lists
+            stop += 1
+        found.add(".".join(parts[:stop]))
+    return found.pop() if len(found) == 1 else ""
+
+
 @dataclass(frozen=True)
 class Action:
     """One placement change at one end of a boundary: the name of an autograd pair (comm/pairs.py) and over which axes.

@@ -16,7 +16,7 @@ from crosscut.layout.grads import Placed, check, sum_axes
 from crosscut.layout.layout import Layout
 from crosscut.layout.params import Sizes, check_divides, dim_sizes, plan_params
 from crosscut.layout.placements import LEAD
-from crosscut.layout.plan import LossPlan, ParamPlan, Plan, Rule, TiedPlan
+from crosscut.layout.plan import LossPlan, ParamPlan, Plan, Rule, TiedPlan, block_of
 from crosscut.layout.sites import find_drafts, lead_dims, make_site, outside
 from crosscut.layout.spec import ModelSpec
 from crosscut.layout.stages import Stages, find_stages
@@ -49,6 +49,13 @@ def derive(spec: ModelSpec, layout: Layout, *, batch: int, seq: int | None = Non
         placed.append((draft, site, axes))
     owner = {p.name: one for one in placed for p in one[0].params}
     params = {n: replace(p, sum_axes=sum_axes(p, owner.get(n), lead, layout)) for n, p in params.items()}
+    for p in params.values():
+        same = [a for a in p.store_axes if a not in p.sum_axes]
+        if p.requires_grad and same:
+            raise LayoutError(
+                f"[store] {same[0]} cuts no data that parameter {p.name} acts on: each of its ranks has the whole "
+                f"gradient, which would be added {layout.mesh.size(same[0])} times; cut batch over {same[0]} too"
+            )
     for p in params.values():  # the names of a tied parameter act at two places and must agree
         if p.tied_to is not None and p.sum_axes != params[p.tied_to].sum_axes:
             raise LayoutError(
@@ -183,11 +190,12 @@ def _stage_rules(
         rules += emitter.site_rules(site, into, into or own, layout.recompute.regather and columns, full)
     if last:
         rules += emitter.loss_rules(loss, final_dims)
-    held: dict[str, ParamPlan] = {}
+    called: dict[str, list[str]] = {}
     for name, p in params.items():  # a tied parameter is one tensor on a stage, whatever its names there
         if stages.of(name) % ranks == pp:
-            held.setdefault(p.tied_to or name, params[p.tied_to or name])
-    rules += gradient_rules(layout, held)
+            called.setdefault(p.tied_to or name, []).append(name)
+    held = {root: params[root] for root in called}
+    rules += gradient_rules(layout, held, _backward_goes_through(called, trains, pp))
     for one in tied:
         p = params[one.names[0]]
         if pp in one.stages and trains[one.names[0]]:
@@ -198,6 +206,18 @@ def _stage_rules(
             rules.append(emitter.rule(name, "step", "all_reduce", ("pp",), shape, dtype, 1, note=note))
     rules += emitter.once_rules(loss, last)
     return rules
+
+
+def _backward_goes_through(called: dict[str, list[str]], trains: dict[str, bool], pp: int) -> dict[str, bool]:
+    """Whether backward runs through the block of each parameter of a stage: something in it, or before it, is trained.
+
+    called: the names of each on this stage. A stage after the first always sends a gradient back.
+    """
+    own = {name for names in called.values() for name in names}
+    first = next((i for i, name in enumerate(trains) if trains[name] and name in own), len(trains))
+    last = {block_of([name]): i for i, name in enumerate(trains)}
+    last[""] = len(trains) - 1  # the rest of the model is in use from end to end
+    return {root: pp > 0 or first <= last[block_of(names)] for root, names in called.items()}
 
 
 def _groups(

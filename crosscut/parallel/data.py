@@ -59,12 +59,14 @@ class NaiveReducer:
 
 @dataclass
 class Bucket:
-    """A flat buffer of gradients that are summed together over one group."""
+    """A flat buffer of gradients that are summed together over one group. `marks`: its last numbers, one a parameter,
+    for a reducer whose ranks agree on which of them have a gradient at all; else empty."""
 
     group: Group
     owed: list[Owed]
     flat: Tensor
     views: list[Tensor]
+    marks: Tensor
     missing: set[int] = field(default_factory=set)  # indices whose gradient has not come yet
     handle: Handle | None = None
 
@@ -78,12 +80,15 @@ class BucketReducer:
     Those that a parameter without a gradient keeps from completing start in `finish`.
     """
 
+    op = "sum"
+    marked = False
+
     def __init__(self, owed: Sequence[Owed], bucket_bytes: int = 25_000_000) -> None:
         if bucket_bytes < 1:
             raise ValueError(
                 f"bucket_bytes={bucket_bytes} must be at least 1; use NaiveReducer for one call a parameter"
             )
-        self.buckets = _fill_buckets([o for o in reversed(owed) if o.group.size > 1], bucket_bytes)
+        self.buckets = _fill_buckets([o for o in reversed(owed) if o.group.size > 1], bucket_bytes, self.marked)
         self._armed = False
         self._next = 0  # the first bucket that has not started
         self._hooks = [
@@ -138,11 +143,11 @@ class BucketReducer:
     def _start_ready(self) -> None:
         while self._next < len(self.buckets) and not self.buckets[self._next].missing:
             bucket = self.buckets[self._next]
-            bucket.handle = bucket.group.all_reduce(bucket.flat, async_op=True, tag=TAG)
+            bucket.handle = bucket.group.all_reduce(bucket.flat, self.op, async_op=True, tag=TAG)
             self._next += 1
 
 
-def _fill_buckets(owed: Sequence[Owed], bucket_bytes: int) -> list[Bucket]:
+def _fill_buckets(owed: Sequence[Owed], bucket_bytes: int, marked: bool) -> list[Bucket]:
     """Consecutive parameters of one group, dtype and device share a bucket until it is full."""
     runs: list[list[Owed]] = []
     open_runs: dict[tuple, tuple[list[Owed], int]] = {}
@@ -158,8 +163,9 @@ def _fill_buckets(owed: Sequence[Owed], bucket_bytes: int) -> list[Bucket]:
     buckets = []
     for run in runs:
         first = run[0].param
-        flat = torch.zeros(sum(o.param.numel() for o in run), dtype=first.dtype, device=first.device)
-        pieces = flat.split([o.param.numel() for o in run])
+        sizes = [o.param.numel() for o in run]
+        flat = torch.zeros(sum(sizes) + len(run) * marked, dtype=first.dtype, device=first.device)
+        *pieces, marks = flat.split([*sizes, len(run) * marked])
         views = [piece.view(o.param.shape) for piece, o in zip(pieces, run, strict=True)]
-        buckets.append(Bucket(run[0].group, run, flat, views))
+        buckets.append(Bucket(run[0].group, run, flat, views, marks))
     return buckets

@@ -181,7 +181,7 @@ class DistributedModel:
         for name, p in self.named_parameters():
             if p.requires_grad:
                 options = group_fn(name, self.plan.params[name].shape) if group_fn else {}
-                groups.setdefault(tuple(sorted(options.items())), {**options, "params": []})["params"].append(p)
+                groups.setdefault(tuple(sorted(options.items())), {**options, "params": []})["params"].append((name, p))
         # A stage whose parameters are all frozen has an optimizer too: every rank runs the same loop.
         optimizer = cls(list(groups.values()) or [{"params": []}], **kw)
         optimizer.register_step_post_hook(lambda *_: self._sharder.regather())

@@ -9,14 +9,13 @@ of its gradients runs beside the backward of the blocks before it.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_leaves
 
 from crosscut.parallel.shard import Unit
 
@@ -92,11 +91,10 @@ class Sharder:
         """Let the block's parameters go, and see to it that they are there for its backward."""
         if self._running:
             return
-        outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        # A block that hands its input on has computed nothing: the gradient of its output says nothing of it.
+        outputs = [t for t in _tensors(output) if t.requires_grad and not any(t is x for x in inputs)]
         if self.release_after_use or not torch.is_grad_enabled():
             _release(block)
-        # A block that hands its input on has computed nothing: the gradient of its output says nothing of it.
-        outputs = [t for t in outputs if not any(t is x for x in inputs)]
         if outputs:
             uses = self._uses
             uses[block] += 1
@@ -217,3 +215,19 @@ def _gather(block: Block, following: Block | None, tag: str) -> None:
 def _release(block: Block) -> None:
     for unit in block.units:
         unit.release()
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The tensors that a block gave out. Raises ValueError for what may hide some, whose gradients would come unseen."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from _tensors(tuple(output.values()))
+    elif isinstance(output, (tuple, list)):
+        for value in output:
+            yield from _tensors(value)
+    elif not (output is None or isinstance(output, (int, float, str))):
+        raise ValueError(
+            f"a module of a list returned a {type(output).__name__}; under a store it must return tensors, or tuples, "
+            f"lists or dicts of them"
+        )

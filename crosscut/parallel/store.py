@@ -7,32 +7,16 @@ ZeRO-2 reduces after every micro-batch; ZeRO-3 also keeps the parameters cut. Th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from crosscut.comm.context import Context
-from crosscut.layout.plan import Plan
+from crosscut.layout.plan import Plan, block_of
 from crosscut.parallel.shard import Member, Unit
 from crosscut.parallel.sharder import Block, Sharder
-
-
-def find_blocks(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) of what is gathered by itself: the elements of the outermost ModuleLists and Sequentials."""
-    for name, child in module.named_children():
-        listed = isinstance(module, (nn.ModuleList, nn.Sequential))
-        if listed and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield prefix + name, child
-        else:
-            yield from find_blocks(child, f"{prefix}{name}.")
-
-
-def block_of(names: list[str], blocks: Mapping[str, nn.Module]) -> str:
-    """The one block that all names of a parameter are in; "" for the rest of the model, where one in several is."""
-    found = {next((block for block in blocks if name.startswith(block + ".")), "") for name in names}
-    return found.pop() if len(found) == 1 else ""
 
 
 class Store:
@@ -45,7 +29,7 @@ class Store:
 
     def __init__(self, module: nn.Module, plan: Plan, ctx: Context) -> None:
         self._plan = plan
-        self._blocks = dict(find_blocks(module))
+        self._module = module
         names: dict[int, list[str]] = {}
         for name, p in module.named_parameters(remove_duplicate=False):
             names.setdefault(id(p), []).append(name)
@@ -63,7 +47,7 @@ class Store:
                 owners=tuple((module.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2]) for n in called),
                 rest=ctx.group(rest) if rest else None,
             )
-            key = (block_of(called, self._blocks), param.store_axes, p.dtype, p.requires_grad)
+            key = (block_of(called), param.store_axes, p.dtype, p.requires_grad)
             members.setdefault(key, []).append(member)
         self._units: dict[str, list[Unit]] = {}
         for (block, axes, _, trains), found in members.items():
@@ -79,7 +63,7 @@ class Store:
         store, pp = self._plan.layout.store, self._plan.layout.mesh.size("pp")
         rest = Block(self._units.pop("", []))
         return Sharder(
-            [Block(units, self._blocks[name]) for name, units in self._units.items()], rest,
+            [Block(units, self._module.get_submodule(name)) for name, units in self._units.items()], rest,
             release_after_use=store.zero == 3 and store.reshard == "use",
             reduce_always=store.zero >= 2 and pp == 1,
         )  # fmt: skip
