@@ -12,8 +12,13 @@ RUN_FLAGS = ("steps", "seed", "deterministic", "backend", "device", "resume", "o
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Add CONFIG and the flags that say a layout and a model; `args.overrides` takes the `--section.key` flags."""
-    parser.set_defaults(takes_config=True)
     parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="a config file (default: the defaults)")
+    add_layout_arguments(parser)
+
+
+def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say a layout and a model, without CONFIG."""
+    parser.set_defaults(takes_config=True)
     group = parser.add_argument_group("layout (flag > --layout > config file > default)")
     group.add_argument("--mesh", metavar="AXES", help="pp=2,dp=2,tp=2: ranks by axis, with the usual cuts of each axis")
     group.add_argument("--layout", metavar="FILE", help="a layout file; replaces the layout in CONFIG")

@@ -19,10 +19,12 @@ from typing import NoReturn
 COMMANDS = {  # name -> (module, one line for --help)
     "train": ("crosscut.cli.train", "train a model on text under a declared layout"),
     "explain": ("crosscut.cli.explain", "show every communication a layout implies, without running anything"),
+    "parity": ("crosscut.cli.parity", "prove that a layout, or any training program, computes the step of one device"),
     "sample": ("crosscut.cli.sample", "write text with a trained model"),
     "tour": ("crosscut.cli.tour", "see the collectives and the parallelisms at work on small tensors"),
     "bench": ("crosscut.cli.bench", "measure the collectives of every back end, or the machine"),
     "doctor": ("crosscut.cli.doctor", "look whether training can work here, and say what to change"),
+    "why": ("crosscut.cli.why", "say who hung or died, and what came first"),
 }
 DEBUG = "--debug"
 

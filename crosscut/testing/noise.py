@@ -52,13 +52,14 @@ def noisy_reference(
 
 
 def reordered(
-    build: Builder, batches: Sequence[GlobalBatch], loss_fn: LossFn, dtype: torch.dtype, seed: int, pieces: int,
+    build: Builder, batches: Sequence[GlobalBatch], loss_fn: LossFn, dtype: torch.dtype, order: int, pieces: int,
     split: int, **options: Any,
 ) -> Trace:  # fmt: skip
-    """The one-device steps in `dtype` with rows in the random order `seed` added in `pieces`, products in `split`."""
+    """The one-device steps in `dtype`: rows in the random order number `order` and added up in `pieces`, each inner
+    product in `split`."""
     run = OneDevice(build, loss_fn, dtype=dtype, **options)
     for batch in batches:
-        rows = torch.randperm(batch[0].size(0), generator=torch.Generator().manual_seed(seed))
+        rows = torch.randperm(batch[0].size(0), generator=torch.Generator().manual_seed(order))
         with SplitSums(split):
             run.step(batch, rows.chunk(min(pieces, len(rows))))
     return run.trace

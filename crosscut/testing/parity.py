@@ -103,13 +103,14 @@ def single_device(build: Builder, batches: Sequence[GlobalBatch], loss_fn: LossF
 def under_layout(
     build: Builder, dims: Dims, layout: Layout, batches: Sequence[GlobalBatch], loss_fn: LossFn, *, lr: float = 0.1,
     max_norm: float | None = None, seed: int = 0, backend: str = "threads", bucket_bytes: int = 25_000_000,
-    probe: bool = False,
+    probe: bool = False, launch: Callable[..., list[Any]] = spawn,
 ) -> tuple[Trace, list[RankReport]]:  # fmt: skip
     """The same steps under `layout`: the trace with whole tensors by logical name, and what each rank reports.
 
-    probe: also what the boundaries gave out in the first step, and its gradients.
+    probe: also the initial parameters, what the boundaries gave out in the first step, and its gradients. launch: what
+    starts the ranks, `spawn` or the `run` of a `WorkerPool`.
     """
-    reports = spawn(
+    reports = launch(
         _rank_steps, build, dims, layout, batches, loss_fn, lr, max_norm, seed, bucket_bytes, probe,
         world_size=layout.mesh.world_size, backend=backend,
     )  # fmt: skip

@@ -28,7 +28,8 @@ Part = tuple[tuple[int, ...], Ranges, Tensor]  # whole shape, the ranges of it t
 
 @dataclass
 class Trace:
-    """What a few steps computed: loss, gradient norm (before clipping) and gradients of each; the last parameters.
+    """What a few steps computed: loss, gradient norm (before clipping) and gradients of each; the last parameters,
+    or those of each step.
 
     Of a run on several ranks also: `held`, the part of each rank, of a gradient (by name) and of other tensors (by
     key); `conflicts`, the parts by rank where ranks that hold the same one differ; `outputs` and `output_grads` of the
@@ -39,6 +40,7 @@ class Trace:
     norms: list[float] = field(default_factory=list)
     grads: list[dict[str, Tensor]] = field(default_factory=list)
     params: dict[str, Tensor] = field(default_factory=dict)
+    each_params: list[dict[str, Tensor]] = field(default_factory=list)
     held: dict[str, dict[int, Ranges]] = field(default_factory=dict)
     conflicts: dict[Key, dict[int, Tensor]] = field(default_factory=dict)
     initial: dict[str, Tensor] = field(default_factory=dict)
@@ -57,6 +59,8 @@ class Trace:
             for kind, name in self._backward_order(grads, both["output gradient"]):
                 found[kind, step, name] = both[kind][name]
             found["norm", step, "grad_norm"] = torch.tensor(norm, dtype=torch.float64)
+            if self.each_params:
+                found |= {("parameter", step, n): x for n, x in self.each_params[i].items()}
         last = self.first_step + len(self.losses) - 1
         return found | {("parameter", last, n): x for n, x in self.params.items()}
 
@@ -290,6 +294,13 @@ def _explain(
     if d.kind == "loss" and not case.values:
         losses = {label: (s.loss, s.tokens) for label, s in shares.items()}
         return explain_loss(float(case.run), float(case.ref), losses, case)
+    if d.kind == "norm" and case.values:
+        whole = float(torch.stack(list(case.values.values())).square().sum().sqrt())
+        if abs(whole - float(case.ref)) <= max(1e-9, 10 * tol) * whole:
+            return Finding(
+                "differs between the ranks: each measured its own part, and the root of the sum of their squares is "
+                "the reference: the squared norm is not summed over the ranks"
+            )
     if d.kind == "norm" and not case.values:
         grads = ref.grads[d.step - ref.first_step]
         held = {name: run.held.get(name) or {0: tuple(((0, n),) for n in g.shape)} for name, g in grads.items()}

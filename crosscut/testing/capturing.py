@@ -1,0 +1,327 @@
+"""`capture`: write what a step of any training program computed, so that `crosscut parity compare` can judge it.
+
+    from crosscut.testing import capture
+    ...
+    optimizer.step()
+    capture(model, optimizer, "run/", loss=loss)     # here: gradients are still there, parameters are updated
+    optimizer.zero_grad()
+
+Works in any torch.distributed program, and without one. Which part of a parameter a rank holds is read from DTensor
+placements (FSDP2, tensor parallel) and from a `crosscut.DistributedModel`; a plain tensor counts as replicated (DDP)
+unless `names` says otherwise. Each step is one folder of safetensors files and an index, whole or absent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from crosscut.testing.diagnose import RANKS, Ranges
+
+if TYPE_CHECKING:
+    from crosscut.comm.context import Context
+
+FORMAT_VERSION = 1
+INDEX = "index.json"
+WRAPPERS = ("DistributedDataParallel", "DataParallel", "OptimizedModule")
+INNER = ("_orig_mod.", "_checkpoint_wrapped_module.")
+Names = Mapping[str, tuple[str, Any]]
+Record = tuple[str, str, tuple[int, ...] | None, Ranges, Tensor]  # kind, logical name, whole shape, part, values
+_calls: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()  # optimizer (one a rank) -> folder -> steps taken
+
+
+def capture(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    folder: str | os.PathLike[str],
+    loss: Any = None,
+    *,
+    grad_norm: Any = None,
+    steps: int = 3,
+    names: Names | None = None,
+    ctx: Context | None = None,
+) -> bool:
+    """Write loss, gradients and updated parameters of this step to `folder`; called on every rank between
+    `optimizer.step()` and `optimizer.zero_grad()`. Only the first `steps` calls write; later ones return False at once.
+
+    loss: this rank's loss, or (loss, num_tokens) where ranks may hold unequal numbers of tokens. grad_norm: what
+    clipping returned. names: for shards that are plain tensors, name -> (name in the whole model, slice or a tuple of
+    slices, one a dim, with start and stop). ctx: a `crosscut.Context`, where ranks are not those of torch.distributed.
+
+    A folder that holds an older capture is replaced. Raises ValueError, on every rank, for a folder with something else
+    in it, a slice that does not fit its tensor, and FSDP1's flat parameters.
+    """
+    done = _calls.setdefault(optimizer, {})
+    root = Path(folder).absolute()
+    step = done.get(str(root), 0)
+    if step >= steps:
+        return False
+    done[str(root)] = step + 1
+    ranks = _Ranks(ctx or getattr(model, "ctx", None))
+    hidden = root / f".step-{step}.tmp"
+    records: list[Record] = []
+    meta: dict[str, Any] = {}
+
+    def look() -> dict[str, Any]:
+        if ranks.rank == 0:
+            _prepare(root, hidden, fresh=step == 0)
+        records.extend(_records(model, names))
+        return {"calls": step, **_meta(records, model, optimizer, loss, grad_norm, ranks)}
+
+    metas = ranks.together(look)
+    if any(m["calls"] != metas[0]["calls"] for m in metas):
+        raise ValueError(f"capture: ranks are at their calls {[m['calls'] for m in metas]}; call it on all or on none")
+    owners = _owners(metas)
+    meta = _index(metas, owners, step)
+
+    def write() -> None:
+        from safetensors.torch import save_file
+
+        own = {
+            f"{kind}/{name}": local.detach().cpu().contiguous().clone()
+            for (kind, name, _, ranges, local), m in zip(records, metas[ranks.rank]["tensors"], strict=True)
+            if owners[kind, name, ranges, m[5]] == ranks.rank
+        }
+        save_file(own, hidden / f"rank-{ranks.rank}.safetensors")
+
+    ranks.together(write)
+
+    def publish() -> None:
+        if ranks.rank == 0:
+            meta["files"] = {p.name: p.stat().st_size for p in sorted(hidden.glob("*.safetensors"))}
+            (hidden / INDEX).write_text(json.dumps(meta), encoding="utf-8")
+            os.replace(hidden, root / f"step-{step}")
+
+    ranks.together(publish)
+    return True
+
+
+class _Ranks:
+    """The ranks of the program: those of a Context, of torch.distributed, or one."""
+
+    def __init__(self, ctx: Any) -> None:
+        self.ctx = ctx
+        distributed = ctx is None and dist.is_available() and dist.is_initialized()
+        self.rank = ctx.rank if ctx is not None else dist.get_rank() if distributed else 0
+        self.size = ctx.world_size if ctx is not None else dist.get_world_size() if distributed else 1
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order."""
+        if self.ctx is not None:
+            return self.ctx.all_gather_object(value, tag="capture")
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value)
+        return found
+
+    def together(self, work: Callable[[], Any]) -> list[Any]:
+        """Local work of every rank; what each returned. If it fails on one, every rank raises."""
+        mine: tuple[str | None, Any] = (None, None)
+        try:
+            mine = (None, work())
+        except (ValueError, OSError) as error:
+            mine = (f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error), None)
+        both = self.gather(mine)
+        for rank, (said, _) in enumerate(both):
+            if said is not None:
+                raise ValueError(f"capture: {said}" + (f" (rank {rank})" if self.size > 1 else ""))
+        return [value for _, value in both]
+
+
+def _prepare(root: Path, hidden: Path, fresh: bool) -> None:
+    """An empty hidden folder for this step; at the first step what an older capture left goes."""
+    if root.exists() and not root.is_dir():
+        raise ValueError(f"{root} is a file; give a folder")
+    if fresh and root.is_dir():
+        other = [p.name for p in root.iterdir() if not p.name.lstrip(".").startswith("step-")]
+        if other:
+            raise ValueError(f"{root} holds {sorted(other)[0]!r}, which is no capture; give a folder of its own")
+        for path in root.iterdir():
+            shutil.rmtree(path)
+    shutil.rmtree(hidden, ignore_errors=True)
+    hidden.mkdir(parents=True)
+
+
+# ---- what a rank holds ----------------------------------------------------------------------------------------------
+
+
+def _records(model: Any, names: Names | None) -> Iterator[Record]:
+    """This rank's updated parameters and their gradients, each with its place in the whole model."""
+    for name, p, place in _parameters(model, names or {}):
+        for kind, value in (("gradient", p.grad), ("parameter", p.detach())):
+            if value is not None:
+                shape, ranges, local = place(value)
+                if tuple(sum(b - a for a, b in dim) for dim in ranges) != tuple(local.shape):
+                    raise ValueError(f"{name}: its slice {_text(ranges)} does not fit its shape {tuple(local.shape)}")
+                yield kind, name, shape, ranges, local
+        if p.grad is None and p.requires_grad:
+            shape, ranges, local = place(p.detach())
+            yield "gradient", name, shape, ranges, torch.zeros_like(local)
+
+
+Place = Callable[[Tensor], tuple[tuple[int, ...] | None, Ranges, Tensor]]
+
+
+def _parameters(model: Any, names: Names) -> Iterator[tuple[str, nn.Parameter, Place]]:
+    if hasattr(model, "held_ranges"):  # a DistributedModel: its plan says it all
+        for name, p in model.named_parameters():
+            plan = model.plan.params[name]
+            ranges = model.held_ranges(name)
+            yield plan.tied_to or name, p, partial(_at, plan.shape, ranges)
+        return
+    while type(model).__name__ in WRAPPERS:
+        model = model.module if hasattr(model, "module") else model._orig_mod
+    if any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
+        raise ValueError("FSDP1 keeps flat parameters that do not say what they hold; use fully_shard (FSDP2)")
+    unknown = set(names) - {clean(name) for name, _ in model.named_parameters()}
+    if unknown:
+        raise ValueError(f"names has {sorted(unknown)[0]!r}, which is no parameter of {type(model).__name__}")
+    for full, p in model.named_parameters():
+        name = clean(full)
+        if name in names:
+            logical, where = names[name]
+            yield logical, p, partial(_at, None, _slices(where, p, name))
+        else:
+            yield name, p, _place
+
+
+def _at(shape: tuple[int, ...] | None, ranges: Ranges, x: Tensor) -> tuple[tuple[int, ...] | None, Ranges, Tensor]:
+    return shape, ranges, x
+
+
+def clean(name: str) -> str:
+    """A parameter's name without what wrappers put into it."""
+    for inner in INNER:
+        name = name.replace(inner, "")
+    return name
+
+
+def _place(x: Any) -> tuple[tuple[int, ...], Ranges, Tensor]:
+    """The place of a DTensor by its placements; of a plain tensor: all of it."""
+    shape = tuple(x.shape)
+    whole: Ranges = tuple(((0, n),) for n in shape)
+    if not hasattr(x, "placements"):
+        return shape, whole, x
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh, placements = x.device_mesh, x.placements
+    if not all(type(p) in (Shard, Replicate) for p in placements):
+        return shape, whole, x.full_tensor()  # partial, or cut in another order than it stands: made whole
+    held = [(0, n) for n in shape]
+    for axis, p in enumerate(placements):
+        if isinstance(p, Shard):
+            start, stop = held[p.dim]
+            width = -(-(stop - start) // mesh.size(axis))  # as torch.chunk
+            first = min(start + mesh.get_local_rank(axis) * width, stop)
+            held[p.dim] = (first, min(first + width, stop))
+    return shape, tuple((one,) for one in held), x.to_local()
+
+
+def _slices(where: Any, x: Tensor, name: str) -> Ranges:
+    slices = where if isinstance(where, tuple) else (where,)
+    if len(slices) > x.ndim or not all(
+        isinstance(s, slice) and isinstance(s.start, int) and isinstance(s.stop, int) and s.step in (None, 1)
+        for s in slices
+    ):
+        raise ValueError(f"names[{name!r}]: {where!r} must be slice(start, stop), or one for each of {x.ndim} dims")
+    rest = [(0, n) for n in tuple(x.shape)[len(slices) :]]
+    return tuple((one,) for one in [*((s.start, s.stop) for s in slices), *rest])
+
+
+def _text(ranges: Ranges) -> str:
+    return ", ".join("+".join(f"{a}:{b}" for a, b in dim) for dim in ranges)
+
+
+# ---- the index ------------------------------------------------------------------------------------------------------
+
+
+def _meta(records: Sequence[Record], model: Any, optimizer: Any, loss: Any, grad_norm: Any, ranks: _Ranks) -> dict:
+    value, tokens = loss if isinstance(loss, tuple) else (loss, None)
+    lrs = sorted({float(g["lr"]) for g in optimizer.param_groups if "lr" in g})
+    plain = optimizer.param_groups[0]
+    return {
+        "tensors": [(k, n, s, r, str(x.dtype).removeprefix("torch."), digest(x)) for k, n, s, r, x in records],
+        "loss": None if value is None else _number(value),
+        "tokens": None if tokens is None else int(tokens),
+        "grad_norm": None if grad_norm is None else _number(grad_norm),
+        "place": _where(model, ranks),
+        "optimizer": {
+            "class": type(optimizer).__name__,
+            "lr": lrs,
+            **{k: plain[k] for k in ("momentum", "weight_decay", "nesterov") if k in plain},
+        },
+    }
+
+
+def _number(x: Any) -> float:
+    """A float of a number, a tensor or a DTensor of one number."""
+    x = x.full_tensor() if hasattr(x, "full_tensor") else x
+    return float(x.detach()) if isinstance(x, Tensor) else float(x)
+
+
+def _where(model: Any, ranks: _Ranks) -> dict[str, tuple[int, int]]:
+    """axis -> (this rank's coordinate, the axis's size); without named axes all ranks are one axis."""
+    if hasattr(model, "held_ranges"):
+        sizes = model.layout.mesh.sizes
+        return {a: (model.ctx.coords[a], n) for a, n in sizes.items() if n > 1}
+    found: dict[str, tuple[int, int]] = {}
+    for p in model.parameters():
+        mesh: Any = getattr(p, "device_mesh", None)
+        for i in range(mesh.ndim if mesh is not None else 0):
+            name = mesh.mesh_dim_names[i] if mesh.mesh_dim_names else RANKS if mesh.ndim == 1 else f"mesh dim {i}"
+            found[name] = (mesh.get_local_rank(i), mesh.size(i))
+    return found or {RANKS: (ranks.rank, ranks.size)}
+
+
+def digest(x: Tensor) -> str:
+    """A digest of a tensor's bytes: ranks that hold the same numbers need to write them once."""
+    flat = x.detach().cpu().contiguous().reshape(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _owners(metas: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, Ranges, str], int]:
+    """Which rank writes a piece: the first that holds it."""
+    owners: dict[tuple[str, str, Ranges, str], int] = {}
+    for rank, meta in enumerate(metas):
+        for kind, name, _, ranges, _, key in meta["tensors"]:
+            owners.setdefault((kind, name, ranges, key), rank)
+    return owners
+
+
+def _index(metas: Sequence[Mapping[str, Any]], owners: Mapping[Any, int], step: int) -> dict[str, Any]:
+    """Everything about the step but the numbers. Pieces of a tensor: ranges, the file, the ranks that hold it."""
+    tensors: dict[str, dict[str, Any]] = {"gradient": {}, "parameter": {}}
+    for rank, meta in enumerate(metas):
+        for kind, name, shape, ranges, dtype, key in meta["tensors"]:
+            stops = [max((b for _, b in dim), default=0) for dim in ranges]
+            entry = tensors[kind].setdefault(name, {"shape": list(shape or stops), "dtype": dtype, "pieces": []})
+            entry["shape"] = [max(pair) for pair in zip(entry["shape"], shape or stops, strict=True)]
+            where = {"ranges": ranges, "file": f"rank-{owners[kind, name, ranges, key]}.safetensors"}
+            piece = next((p for p in entry["pieces"] if {k: p[k] for k in where} == where), None)
+            if piece is None:
+                entry["pieces"].append({**where, "key": f"{kind}/{name}", "ranks": [rank]})
+            else:
+                piece["ranks"].append(rank)
+    return {
+        "schema": "crosscut.capture",
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "world_size": len(metas),
+        "losses": [[m["loss"], m["tokens"]] for m in metas],
+        "grad_norms": [m["grad_norm"] for m in metas],
+        "places": [m["place"] for m in metas],
+        "optimizer": metas[0]["optimizer"],
+        "tensors": tensors,
+    }
