@@ -38,8 +38,8 @@ SEEN = 3 * LINE
 OPEN, LEFT, FAILED, ABORTED = 1, 2, 3, 4  # values of STATE
 
 SIGNATURES = 64  # calls remembered; more than DEPTH, since ranks may be that many calls apart
-DEPTH = 16
-SLOT = 1 << 20  # bytes
+DEPTH = 4
+SLOT = 1 << 19  # bytes; all slots of all ranks stay in a shared cache, where a peer finds them
 PARTS = 8
 PART = 1 << 18  # bytes
 HEADER = 8  # words

@@ -142,14 +142,15 @@ def all_to_all(channel: Channel, outs: Sequence[Tensor], ins: Sequence[Tensor]) 
                 f"rank {channel.ranks[source]} sends {sent[source][rank]} bytes to rank {channel.ranks[rank]}, which "
                 f"expects {receives[source]}; make the splits agree"
             )
-    steps = max(1, *(-(-count // width) for row in sent for count in row))  # the largest pair's: equal on all ranks
-    channel.step = first + steps
-    for turn in range(1, steps + 1):
-        if turn < steps:
-            yield from channel.room(first + turn)
-            fill(turn, channel.slot_address[rank] + (first + turn) % DEPTH * SLOT)
-            channel.post(first + turn)
-        if turn > 1:
-            yield from channel.posted(first + turn - 1, channel.others)
-        read(turn - 1, (first + turn - 1) % DEPTH)
-        channel.done(first + turn - 1)
+    read(0, index)
+    channel.done(first)
+    more = max(0, *(-(-count // width) - 1 for row in sent for count in row))  # the largest pair's: equal on all ranks
+    yield from staged(
+        channel,
+        None,
+        more,
+        lambda turn, slot: fill(turn + 1, slot),
+        lambda turn, index: read(turn + 1, index),
+        channel.others,
+        (outs, ins),
+    )

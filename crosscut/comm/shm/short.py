@@ -19,7 +19,7 @@ from crosscut.comm.shm import failing, reduce
 from crosscut.comm.shm.copying import copy_bytes
 from crosscut.comm.shm.layout import BEHIND, DEPTH, DONE, LEFT, POSTED, SLOT, STATE
 from crosscut.comm.shm.operation import Label, Operation, named
-from crosscut.comm.shm.reducing import NAMES, WHOLE_BYTES
+from crosscut.comm.shm.reducing import NAMES
 from crosscut.comm.shm.signature import sign
 from crosscut.comm.shm.slots import MASK
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from crosscut.comm.shm.operation import Steps
 
 Tensor = torch.Tensor
+SHORT_BYTES = 1 << 15
 PLAIN = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8})
 _KINDS: dict[tuple[str, str, torch.dtype | None], int] = {}  # signatures without the size
 
@@ -35,7 +36,7 @@ _KINDS: dict[tuple[str, str, torch.dtype | None], int] = {}  # signatures withou
 def all_reduce(channel: Channel, x: Tensor, op: str, label: Label) -> bool:
     """`x`, of any shape, becomes the reduction of all ranks' `x`."""
     num_bytes, dtype = x.nbytes, x.dtype
-    if num_bytes > WHOLE_BYTES or dtype not in PLAIN or x.requires_grad or not x.is_contiguous() or x.is_neg():
+    if num_bytes > SHORT_BYTES or dtype not in PLAIN or x.requires_grad or not x.is_contiguous() or x.is_neg():
         return False
     with channel.station.lock:
         step = _enter(channel, ("all_reduce", op, dtype), num_bytes)
@@ -58,7 +59,7 @@ def reduce_scatter(channel: Channel, out: Tensor, x: Tensor, op: str, label: Lab
     contiguous and without gradient.
     """
     num_bytes, dtype = x.nbytes, x.dtype
-    if num_bytes > WHOLE_BYTES or dtype not in PLAIN or x.requires_grad or not x.is_contiguous() or x.is_neg():
+    if num_bytes > SHORT_BYTES or dtype not in PLAIN or x.requires_grad or not x.is_contiguous() or x.is_neg():
         return False
     with channel.station.lock:
         step = _enter(channel, ("reduce_scatter", op, dtype), num_bytes // channel.size)
@@ -79,7 +80,7 @@ def reduce_scatter(channel: Channel, out: Tensor, x: Tensor, op: str, label: Lab
 def all_gather(channel: Channel, out: Tensor, x: Tensor, label: Label) -> bool:
     """`out` becomes all ranks' `x`, one after another. `out` must be contiguous."""
     num_bytes = x.nbytes
-    if num_bytes > WHOLE_BYTES or not x.is_contiguous() or x.is_neg() or x.is_conj():
+    if num_bytes > SHORT_BYTES or not x.is_contiguous() or x.is_neg() or x.is_conj():
         return False
     with channel.station.lock:
         step = _enter(channel, ("all_gather", "", None), num_bytes)

@@ -5,7 +5,6 @@ Every collective is a generator that yields when it must wait for a peer. What a
 | call | a rank fills its slot with | and reads |
 |---|---|---|
 | all_reduce, short | its whole tensor | everybody's; each reduces everything itself |
-| all_reduce, long, two ranks | its next chunk | the peer's |
 | all_reduce, long | the peers' slices of this round; its reduced slice of two rounds before | the same of everybody |
 | reduce_scatter | the peers' slices | everybody's piece for it |
 | all_gather | its tensor | everybody's |
@@ -15,7 +14,8 @@ Every collective is a generator that yields when it must wait for a peer. What a
 | all_to_all | the counts of bytes to each, and the peers' pieces | everybody's piece for it |
 
 Long tensors take many steps. A rank fills one step ahead of what it reads, and further while its peers are late, so
-that nobody waits while there is work.
+that nobody waits while there is work. Few and small slots are quicker than many or large ones, for then all of them
+stay in the cache that the cores share.
 """
 
 from __future__ import annotations
@@ -46,20 +46,23 @@ def _nothing(turn: int, where: int) -> None:
 
 def staged(
     channel: Channel,
-    signature: int,
+    signature: int | None,
     steps: int,
     fill: Callable[[int, int], None] | None,
     read: Callable[[int, int], None] | None,
     sources: tuple[int, ...],
     held: object = None,
+    lead: int = DEPTH,
 ) -> Steps:
     """The steps of a call. `fill(turn, address of the slot)`; `read(turn, index of the slot)` when `sources` have
-    filled theirs. Turns count from 0 within the call. `held` lives as long as the call: the tensors whose memory fill
-    and read know by address only.
+    filled theirs. Turns count from 0 within the call; turn k is filled after turn k - lead was read. `held` lives as
+    long as the call: the tensors whose memory fill and read know by address only. signature: None for more steps of a
+    call that has begun.
     """
+    if signature is not None:
+        channel.begin(signature)
     first = channel.step
     channel.step = first + steps
-    channel.begin(signature)
     if fill is None:
         channel.skip(POSTED, first + steps)
     if read is None:
@@ -69,12 +72,13 @@ def staged(
     filled = steps if fill is None else 0
     taken = steps if read is None else 0
     while filled < steps or taken < steps:
-        room = filled < steps and _reached(readers, DONE, first + filled - DEPTH + 1)
-        if room and filled <= taken + 1:  # so that peers find the next slot filled while this rank reads the last
+        may_fill = filled < min(steps, taken + lead) and _reached(readers, DONE, first + filled - DEPTH + 1)
+        # One turn ahead of what it reads, so that peers find the next slot filled; further if there is nothing to read.
+        if may_fill and filled <= taken + 1:
             ahead = True
         elif taken < steps and _reached(writers, POSTED, first + taken + 1):
             ahead = False
-        elif room:  # nothing to read yet
+        elif may_fill:
             ahead = True
         else:
             if taken < steps:
