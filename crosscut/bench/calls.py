@@ -77,6 +77,8 @@ def by_group(group: Group, b: Buffers, algorithm: str = "") -> Call:
     if op == "scatter":
         parts = list(x.chunk(n)) if b.rank == 0 else None
         return lambda: call(parts, 0, out=out)
+    if op in ("all_gather", "reduce_scatter", "all_to_all") and not algorithm:
+        return lambda: call(x, out=out)  # as torch's calls: else the time of new memory would be measured with it
     return lambda: call(x)
 
 
