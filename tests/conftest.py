@@ -1,6 +1,7 @@
 """Fixtures shared by all tests."""
 
 import gc
+import os
 import signal
 
 import pytest
@@ -10,6 +11,7 @@ from crosscut.testing.plugin import worker_pool
 
 pytest_plugins = ["pytester"]
 torch.set_num_threads(1)  # two cores, and every world has several ranks
+os.environ.setdefault("CROSSCUT_CHECK", "1")  # here and in every process that a test starts
 # A shell starts background jobs with SIGINT ignored, which children inherit: tests of Ctrl-C need it as in a terminal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

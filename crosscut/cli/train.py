@@ -37,6 +37,9 @@ def add_parser(subparsers: Any) -> None:
     group.add_argument("--deterministic", action="store_const", const=True, help="only deterministic algorithms")
     group.add_argument("--backend", metavar="NAME", help="nccl, shm, gloo or threads (default: what fits this machine)")
     group.add_argument("--device", metavar="NAME", help="cpu or cuda")
+    group.add_argument(
+        "--check", action="store_true", help="compare the ranks' calls before data move (docs/checked.md)"
+    )
     group.add_argument("--resume", metavar="RUN|latest|auto", help="go on with a run, under this or any other layout")
     group.add_argument("--overwrite", action="store_const", const=True, help="replace an existing run folder")
     group.add_argument("--eval-only", action="store_true", help="print the validation loss and stop")
@@ -63,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             write_json(args.json, "crosscut.dry_run", preflight.as_json(found))
         return 0
-    summary = launch(config, start, eval_only=args.eval_only, to_stderr=args.json == "-")
+    summary = launch(config, start, eval_only=args.eval_only, to_stderr=args.json == "-", check=args.check or None)
     if args.json and os.environ.get("RANK", "0") == "0":
         write_json(args.json, "crosscut.train", summary)
     return 0
@@ -87,8 +90,10 @@ def resolve(args: argparse.Namespace) -> tuple[Config, Start]:
     return config, run_folder.start_of(config, checkpoint)
 
 
-def launch(config: Config, start: Start, *, eval_only: bool, to_stderr: bool) -> dict[str, Any]:
-    """Run every rank; returns the summary. The run folder says how it ended."""
+def launch(
+    config: Config, start: Start, *, eval_only: bool, to_stderr: bool, check: bool | None = None
+) -> dict[str, Any]:
+    """Run every rank; returns the summary. The run folder says how it ended. check: as in `crosscut.spawn`."""
     from crosscut.comm.launch import spawn
     from crosscut.train import run_folder
     from crosscut.train.loop import Job, run_rank
@@ -107,6 +112,7 @@ def launch(config: Config, start: Start, *, eval_only: bool, to_stderr: bool) ->
                 backend=config.run.backend,
                 device=config.run.device,
                 timeout_s=config.run.timeout_s,
+                check=check,
             )
     except BaseException as error:
         stopped = isinstance(error, (KeyboardInterrupt, SystemExit))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+END = "end"  # the last "call" of a rank, in every group: it has returned
+
 
 class Call(NamedTuple):
     """One call of one rank, as it is matched against the other ranks' and named in messages.
@@ -29,8 +31,8 @@ class Call(NamedTuple):
 
     def key(self) -> tuple[Any, ...]:
         """Everything that must be equal on all ranks of the group."""
-        shape = self.shape[1:] if self.op == "all_to_all" else self.shape
-        return (self.op, self.label, self.reduce_op, self.root, self.dim, shape, self.dtype)
+        shape = self.shape[1:] if self.input_splits is not None else self.shape
+        return (self.op, self.label, self.reduce_op, self.root, self.dim, shape, self.dtype, self.tag)
 
     def arguments(self, differing: Call | None = None) -> str:
         """The matched arguments for a message: `sum`, or with those that differ from another call's spelled out."""
@@ -40,20 +42,30 @@ class Call(NamedTuple):
             parts.append(f"root={self.root}")
         if self.dim != other.dim and self.dim is not None:
             parts.append(f"dim={self.dim}")
-        if self.shape != other.shape or self.dtype != other.dtype:
+        if self.dtype and (self.shape != other.shape or self.dtype != other.dtype):
             parts.append(f"shape={self.shape}")
             parts.append(self.dtype)
+        if self.tag != other.tag:
+            parts.append(f'tag="{self.tag}"')
         return ", ".join(parts)
 
-    def text(self, differing: Call | None = None) -> str:
-        """`all_reduce(max) at a.py:40`."""
+    def name(self) -> str:
+        """`all_reduce #118 over tp`."""
+        return f"{self.op} #{self.seq} over {self.label}"
+
+    def did(self, differing: Call | None = None) -> str:
+        """`called all_reduce(max)`, without the site."""
+        if self.op == END:
+            return "has returned from its function"
         arguments = self.arguments(differing)
-        return f"{self.op}{f'({arguments})' if arguments else ''} at {self.site}"
+        return f"called {self.op}{f'({arguments})' if arguments else ''}"
 
     def where(self) -> str:
         """`all_reduce(sum) #118 over tp, tag "loss", at a.py:40`."""
         arguments = self.arguments()
-        peer = f" with group rank {self.peer}" if self.peer is not None else ""
+        peer = ""
+        if self.peer is not None:
+            peer = f" with group rank {self.peer}" if self.peer >= 0 else " with any rank"
         tag = f', tag "{self.tag}"' if self.tag else ""
         call = f"{self.op}{f'({arguments})' if arguments else ''}"
         number = f" #{self.seq}" if self.peer is None else ""

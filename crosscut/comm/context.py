@@ -26,8 +26,8 @@ class Context:
     """One rank of a running world.
 
     rank, world_size, local_rank; device; backend ("threads", "shm", "gloo", "nccl") and backend_why; threads (of torch,
-    this rank) and threads_why; world: the `Group` of all ranks; ledger: what this rank has communicated; mesh: None
-    until `set_mesh`.
+    this rank) and threads_why; check_why: why the ranks' calls are compared, "" if they are not; world: the `Group` of
+    all ranks; ledger: what this rank has communicated; mesh: None until `set_mesh`.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class Context:
         backend_why: str = "",
         threads: int = 1,
         threads_why: str = "",
+        check_why: str = "",
     ) -> None:
         self.rank = transport.rank
         self.world_size = transport.size
@@ -47,6 +48,7 @@ class Context:
         self.backend_why = backend_why
         self.threads = threads
         self.threads_why = threads_why
+        self.check_why = check_why
         self.ledger = Ledger(self.rank, self.world_size)
         self.mesh: Mesh | None = None
         self._transport = transport

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from crosscut.comm.checked.switch import why_checked
 from crosscut.comm.launched import Launched, launched
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def spawn(
     backend: str | None = None,
     device: str | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    check: bool | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Run `fn(ctx, *args, **kwargs)` on every rank of a world; returns one value a rank, in rank order.
@@ -34,6 +36,7 @@ def spawn(
     "shm" (processes of one Linux x86-64 host, shared memory), "gloo" (processes, CPU) or "nccl" (processes, one GPU
     each); by default nccl with GPUs, else shm where it can run, else gloo.
     device: "cpu" keeps off the GPUs. timeout_s: how long a rank may keep the others waiting.
+    check: compare the ranks' calls before data move (docs/checked.md); by default with CROSSCUT_CHECK=1 and on threads.
 
     Processes need a function that they can import, and arguments and values that can be pickled; each gets copies. A
     world of one rank runs in this process. Under torchrun nothing is started: this process is one of the ranks, runs
@@ -45,13 +48,13 @@ def spawn(
     """
     if timeout_s <= 0:
         raise ValueError(f"timeout_s={timeout_s} must be positive")
-    place = launched()
+    place, why = launched(), why_checked(check, backend)
     if backend == "threads":
         from crosscut.comm.choose import choose_backend
         from crosscut.comm.thread_launch import run_threads
 
         size = _check_size(world_size if world_size is not None else _said_by_environment())
-        return run_threads(fn, args, kwargs, size, timeout_s, choose_backend(backend, device, size).why)
+        return run_threads(fn, args, kwargs, size, timeout_s, choose_backend(backend, device, size).why, why)
 
     import torch
 
@@ -64,7 +67,7 @@ def spawn(
                 f"ranks; make them equal (torchrun --nproc-per-node {world_size}), or leave world_size out"
             )
         choice = choose_backend(backend, device, place.local_world_size, place.world_size)
-        return _run_here(fn, args, kwargs, place, choice, timeout_s)
+        return _run_here(fn, args, kwargs, place, choice, timeout_s, why)
     if world_size is None:
         world_size = _said_by_environment()
     if world_size is None and device != "cpu" and backend not in ("gloo", "shm") and torch.cuda.is_available():
@@ -75,7 +78,7 @@ def spawn(
         return [_run_alone(fn, args, kwargs, choice)]
     from crosscut.comm.processes import run_processes
 
-    return run_processes(fn, args, kwargs, size, choice, timeout_s)
+    return run_processes(fn, args, kwargs, size, choice, timeout_s, why)
 
 
 def _said_by_environment() -> int | None:
@@ -128,12 +131,13 @@ def _run_here(
     place: Launched,
     choice: Choice,
     timeout_s: float,
+    check: str,
 ) -> list[Any]:
     """This process is a rank already (torchrun): run the function, and hand all values to all ranks."""
     from crosscut.comm.worker import join_world, pickle_value
 
     with _stop_at_once():
-        ctx = join_world(place, choice, timeout_s)
+        ctx = join_world(place, choice, timeout_s, check)
         try:
             value = fn(ctx, *args, **kwargs)
             pickle_value(ctx.rank, value)

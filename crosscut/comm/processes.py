@@ -30,14 +30,20 @@ _PREFIX = "crosscut-world-"
 
 
 def run_processes(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int, choice: Choice, timeout_s: float
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    size: int,
+    choice: Choice,
+    timeout_s: float,
+    check: str,
 ) -> list[Any]:
     """`fn(ctx, *args, **kwargs)` on `size` processes; their values in rank order, or the first real error."""
     call = _pickle_call(fn, args, kwargs)
     endpoint = _endpoint()
     with _folder() as folder, _signals() as caught, _quiet():
         (folder / "call.pickle").write_bytes(call)
-        job = Job(str(folder), choice, timeout_s, os.getpid())
+        job = Job(str(folder), choice, timeout_s, os.getpid(), check)
         exits = _launch(job, size, endpoint, caught)
         if not caught:
             return _values(folder, size, exits, time.monotonic())
@@ -97,7 +103,8 @@ def _launch(job: Job, size: int, endpoint: str, caught: list[int]) -> dict[int, 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    options: dict[str, Any] = {"shutdown_timeout": 5}  # seconds from SIGTERM to SIGKILL; newer torch only
+    # Seconds from a signal to SIGKILL (newer torch only). A rank ends at the signal, unless it still imports torch.
+    options: dict[str, Any] = {"shutdown_timeout": 1}
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
     config = LaunchConfig(
         min_nodes=1,
@@ -116,7 +123,8 @@ def _launch(job: Job, size: int, endpoint: str, caught: list[int]) -> dict[int, 
         **{name: value for name, value in options.items() if name in known},
     )
     try:
-        elastic_launch(config, worker_main)(job)
+        with _interrupts_held_back():
+            elastic_launch(config, worker_main)(job)
     except ChildFailedError as error:
         return {rank: (failure.pid, failure.exitcode) for rank, failure in error.failures.items()}
     except SignalException as error:
@@ -188,6 +196,24 @@ def _signals() -> Iterator[list[int]]:
         for number, handler in before.items():
             if handler is not None:
                 signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Ranks begin with SIGINT blocked, as this thread has it: Ctrl-C while they import torch would print a traceback
+    each. They let it through when they can end quietly. Here another thread lets it through, for Python's handler.
+    """
+    if not hasattr(signal, "pthread_sigmask") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    over = threading.Event()
+    threading.Thread(target=over.wait, name="crosscut-signals", daemon=True).start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        over.set()
 
 
 @contextlib.contextmanager

@@ -27,7 +27,13 @@ class _Stopped(BaseException):
 
 
 def run_threads(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], size: int, timeout_s: float, why: str
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    size: int,
+    timeout_s: float,
+    why: str,
+    check: str,
 ) -> list[Any]:
     """`fn(ctx, *args, **kwargs)` on `size` ranks; their values in rank order, or the first real error."""
     import torch
@@ -46,6 +52,7 @@ def run_threads(
             backend_why=why,
             threads=torch.get_num_threads(),
             threads_why="rank threads run one at a time and share torch's threads",
+            check_why=check,
         )
         try:
             with modes.entered():

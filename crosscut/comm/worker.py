@@ -37,10 +37,11 @@ class Job:
     choice: Choice
     timeout_s: float
     parent: int  # its pid
+    check: str  # why calls are compared, "" if they are not
 
 
-def join_world(place: Launched, choice: Choice, timeout_s: float) -> Context:
-    """Join torch.distributed at this process's place and make its `Context`."""
+def join_world(place: Launched, choice: Choice, timeout_s: float, check: str) -> Context:
+    """Join torch.distributed at this process's place and make its `Context`. check: why calls are compared, or ""."""
     device = torch.device("cpu")
     if choice.device == "cuda":
         device = torch.device("cuda", place.local_rank)
@@ -60,11 +61,12 @@ def join_world(place: Launched, choice: Choice, timeout_s: float) -> Context:
             device_id=device if device.type == "cuda" else None,
         )
     return Context(
-        TorchWorld(choice.backend, device, timeout_s, owns),
+        TorchWorld(choice.backend, device, timeout_s, owns, bool(check)),
         local_rank=place.local_rank,
         backend_why=choice.why,
         threads=threads,
         threads_why=threads_why,
+        check_why=check,
     )
 
 
@@ -81,6 +83,8 @@ def worker_main(job: Job) -> None:
     # At once, also inside a collective, where Python's own handlers would not run.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher had it held back until here
     if sys.platform == "linux":
         # All ranks are on this host: the loopback works whatever the host's name resolves to.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -90,7 +94,7 @@ def worker_main(job: Job) -> None:
     write_whole(folder / f"rank-{place.rank}.pid", str(os.getpid()).encode())
     try:
         fn, args, kwargs = pickle.loads((folder / "call.pickle").read_bytes())
-        value = run_rank(join_world(place, job.choice, job.timeout_s), fn, args, kwargs)
+        value = run_rank(join_world(place, job.choice, job.timeout_s, job.check), fn, args, kwargs)
         write_whole(folder / f"rank-{place.rank}.value", pickle_value(place.rank, value))
     except BaseException as error:
         write_whole(folder / f"rank-{place.rank}.failure", pickle.dumps(describe_failure(error)))

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from crosscut.comm.backends.torchdist import TorchWorld
+from crosscut.comm.checked.switch import why_checked
 from crosscut.comm.context import Context
 from crosscut.comm.errors import StuckError, ranks_text
 from crosscut.comm.outcome import End, Failure, describe_failure, settle
@@ -67,20 +68,22 @@ class WorkerPool:
         world_size: int = 2,
         backend: str = "gloo",
         timeout_s: float = 60.0,
+        check: bool | None = None,
         **kwargs: Any,
     ) -> list[Any]:
         """`fn(ctx, *args, **kwargs)` on `world_size` warm processes; their values, or the first real error. backend:
-        "gloo" or "shm".
+        "gloo" or "shm"; check: as in `crosscut.spawn`.
 
         Raises ValueError for a world larger than the pool; what `crosscut.spawn` raises when a rank fails.
         """
         if not 1 <= world_size <= self.max_workers:
             raise ValueError(f"world_size={world_size} is outside the pool; use 1 to {self.max_workers}")
+        why = why_checked(check, backend)
         call = pickle.dumps((fn, args, kwargs))
         self._start(world_size)
         self._job += 1
         for rank, (_, connection) in enumerate(self._workers[:world_size]):
-            connection.send((self._job, rank, world_size, backend, timeout_s, sys.path, call))
+            connection.send((self._job, rank, world_size, backend, timeout_s, why, sys.path, call))
         ends = self._collect(world_size, timeout_s)
         if not all(end.returned or end.failure is not None for end in ends):
             self.close()  # somebody died or is stuck: start afresh next time
@@ -180,7 +183,7 @@ def _serve(connection: Connection, port: int, parent: int, folder: str) -> None:
     connection.send("ready")
     while True:
         try:
-            job, rank, size, backend, timeout_s, path, call = connection.recv()
+            job, rank, size, backend, timeout_s, check, path, call = connection.recv()
         except (EOFError, OSError):
             return
         sys.path[:] = path
@@ -193,8 +196,10 @@ def _serve(connection: Connection, port: int, parent: int, folder: str) -> None:
             if backend == "shm":
                 register_shm()
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-            world = TorchWorld(backend, torch.device("cpu"), timeout_s)
-            ctx = Context(world, backend_why="the test pool", threads=1, threads_why="the test pool")
+            world = TorchWorld(backend, torch.device("cpu"), timeout_s, check=bool(check))
+            ctx = Context(
+                world, backend_why="the test pool", threads=1, threads_why="the test pool", check_why=check
+            )
             outcome = pickle_value(rank, run_rank(ctx, fn, args, kwargs))
         except BaseException as error:
             outcome = pickle.dumps(describe_failure(error))

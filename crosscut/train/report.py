@@ -27,6 +27,8 @@ def introduction(ctx: Context, config: Config) -> Iterator[str]:
         device = "cpu: " + ("asked for" if config.run.device == "cpu" else "no NVIDIA GPU that torch can use")
     yield f"device    {device}; {threads} CPU thread{'s' * (threads > 1)} a rank ({why})"
     yield f"back end  {ctx.backend}: {ctx.backend_why}"
+    if ctx.check_why and ctx.world_size > 1:
+        yield f"checked   the ranks compare every call before data move: {ctx.check_why}"
     source = config.origins.get("mesh", "the default: one rank")
     yield f"layout    {config.layout.describe()}, {ctx.world_size} rank{'s' * (ctx.world_size > 1)}: from {source}"
 

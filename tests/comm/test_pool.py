@@ -61,8 +61,11 @@ def test_a_failed_job_leaves_nothing(pool):
 
 def test_a_rank_that_returns_while_another_waits(pool):
     with pytest.raises(RankError, match=r'rank 0 of 2 .*"last batch".*rank 1 had returned by then') as caught:
-        pool.run(one_call_too_few, world_size=2)
+        pool.run(one_call_too_few, world_size=2, check=False)
     assert "all_reduce(sum) #1 over world" in str(caught.value)
+    assert "CROSSCUT_CHECK=1 tells which" in str(caught.value)
+    with pytest.raises(RankError, match=r'all_reduce #1 .*rank 0 called .*"last batch".*rank 1 has returned from its'):
+        pool.run(one_call_too_few, world_size=2, check=True)
 
 
 def test_every_job_starts_from_the_same_random_state(pool):

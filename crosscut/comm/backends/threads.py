@@ -17,9 +17,9 @@ import torch
 
 from crosscut.comm.backends.base import Work
 from crosscut.comm.backends.baton import Baton
-from crosscut.comm.backends.matching import check_message, check_same
+from crosscut.comm.backends.matching import Order, check_message, check_same
 from crosscut.comm.call import Call
-from crosscut.comm.errors import CommError
+from crosscut.comm.errors import CommError, MismatchError
 
 Tensor = torch.Tensor
 _FOLD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -53,6 +53,8 @@ class _Shared:
         self.slots: dict[int, _Slot] = {}
         self.mail: dict[tuple[int, int], deque[tuple[int, Call, Tensor]]] = {}
         self.sent: dict[tuple[int, int], int] = {}
+        self.order = Order()
+        self.broken: CommError | None = None  # a message was not what its receiver expected: its sender learns it here
 
 
 class ThreadWorld:
@@ -168,24 +170,35 @@ class ThreadGroup:
 
     def send(self, x: Tensor, dst: int, call: Call) -> Work:
         """Buffered: the message is copied, and the sender goes on."""
+        self._check_usable(call)
         shared, pair = self._shared, (self._rank, dst)
         number = shared.sent[pair] = shared.sent.get(pair, 0) + 1
         shared.mail.setdefault(pair, deque()).append((number, call, x.clone()))
-        return _Work(self._baton, self._owner.rank, call, lambda: True, lambda: None)
+        return self._work(call, lambda: True, lambda: None)
 
     def recv(self, out: Tensor, src: int, call: Call) -> Work:
         """The k-th receive from a rank takes its k-th message, in whatever order receives are waited for."""
+        self._check_usable(call)
         mail = self._shared.mail.setdefault((src, self._rank), deque())
         number = self._tickets[src] = self._tickets.get(src, 0) + 1
 
+        def here() -> bool:
+            return any(message[0] == number for message in mail)
+
         def take() -> None:
+            if not here():
+                self._check_usable(call)
             index = next(i for i, message in enumerate(mail) if message[0] == number)
             _, sent, payload = mail[index]
             del mail[index]
-            check_message(sent, call, self._shared.ranks, src, self._rank)
+            try:
+                check_message(sent, call, self._shared.ranks, src, self._rank)
+            except MismatchError as error:
+                self._shared.broken = error
+                raise
             out.copy_(payload)
 
-        return _Work(self._baton, self._owner.rank, call, lambda: any(m[0] == number for m in mail), take)
+        return self._work(call, here, take)
 
     def exchange(self, x: Tensor, dst: int, out: Tensor, src: int, send_call: Call, recv_call: Call) -> Work:
         self.send(x, dst, send_call)
@@ -194,8 +207,18 @@ class ThreadGroup:
     def destroy(self) -> None:
         """Nothing is held: the group dies with the world."""
 
+    def _work(self, call: Call, ready: Callable[[], bool], take: Callable[[], None]) -> Work:
+        """A call under way; a broken group ends it."""
+        shared = self._shared
+        return _Work(self._baton, self._owner.rank, call, lambda: ready() or shared.broken is not None, take)
+
+    def _check_usable(self, call: Call) -> None:
+        if self._shared.broken is not None:
+            raise MismatchError(f"{call.where()}: this group cannot be used any more: {self._shared.broken}")
+
     def _join(self, call: Call, x: Any, compute: Callable[[list[Any]], list[Any]], out: Tensor | None) -> Work:
         """Come to the collective `call.seq`; the last to come checks and computes it."""
+        self._check_usable(call)
         slots = self._shared.slots
         slot = slots.setdefault(call.seq, _Slot(self._size))
         slot.calls[self._rank], slot.inputs[self._rank] = call, x
@@ -203,6 +226,7 @@ class ThreadGroup:
             calls = [slot.calls[rank] for rank in range(self._size)]
             try:
                 check_same(calls, self._shared.ranks)
+                self._shared.order.check(calls, self._shared.ranks)
                 with torch.inference_mode(False), torch.no_grad():
                     slot.results = compute([slot.inputs[rank] for rank in range(self._size)])
             except CommError as error:
@@ -210,6 +234,8 @@ class ThreadGroup:
             slot.inputs.clear()
 
         def take() -> None:
+            if not slot.complete():
+                self._check_usable(call)
             slot.taken += 1
             if slot.taken == self._size:
                 del slots[call.seq]
@@ -220,7 +246,7 @@ class ThreadGroup:
                 with torch.no_grad():
                     out.copy_(slot.results[self._rank])
 
-        return _Work(self._baton, self._owner.rank, call, slot.complete, take)
+        return self._work(call, slot.complete, take)
 
 
 class _Work:

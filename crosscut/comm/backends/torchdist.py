@@ -32,10 +32,12 @@ _MAX_COUNT = 2**31 - 1  # Gloo's all_to_all counts in 32 bits
 class TorchWorld:
     """One rank of an initialised torch.distributed: a `World` of `crosscut.comm.backends.base`.
 
-    `owns`: this crosscut called `init_process_group`, so it also destroys it.
+    `owns`: this crosscut called `init_process_group`, so it also destroys it. `check`: compare the ranks' calls first.
     """
 
-    def __init__(self, name: str, device: torch.device, timeout_s: float, owns: bool = True) -> None:
+    def __init__(
+        self, name: str, device: torch.device, timeout_s: float, owns: bool = True, check: bool = False
+    ) -> None:
         self.name = name
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
@@ -44,6 +46,11 @@ class TorchWorld:
         self._owns = owns
         self._made: dict[tuple[tuple[tuple[int, ...], ...], int], Backend | None] = {}
         self._own_groups: list[Any] = []  # made by new_group, in that order
+        self._checker: Any = None
+        if check:
+            from crosscut.comm.checked.checker import Checker
+
+            self._checker = Checker(dist.distributed_c10d._get_default_store(), self.rank, self.size, timeout_s)
 
     def group(self, partition: tuple[tuple[int, ...], ...], channel: int = 0) -> Backend | None:
         key = (partition, channel)
@@ -58,6 +65,10 @@ class TorchWorld:
                         self._own_groups.append(made)
                 if self.rank in ranks:
                     mine = self._transport(made, ranks)
+                    if self._checker is not None:
+                        from crosscut.comm.checked.backend import CheckedGroup
+
+                        mine = CheckedGroup(mine, self._checker.room(f"{partition} {channel}", str(ranks), ranks))
             self._made[key] = mine
         return self._made[key]
 
@@ -73,6 +84,15 @@ class TorchWorld:
 
     def close(self, failed: bool) -> None:
         """Destroy the groups, last made first. After a failure NCCL's would wait for peers, so they are left."""
+        try:
+            if self._checker is not None and not failed:
+                self._checker.finish()
+        finally:
+            if self._checker is not None:
+                self._checker.close(failed)
+            self._destroy(failed)
+
+    def _destroy(self, failed: bool) -> None:
         if failed and self.name == "nccl":
             return
         for group in self._made.values():
@@ -87,6 +107,11 @@ class TorchWorld:
         self._made.clear()
         if self._owns and dist.is_initialized():
             dist.destroy_process_group()
+
+    @property
+    def checks(self) -> bool:
+        """Whether calls are compared."""
+        return self._checker is not None
 
     @property
     def timeout_s(self) -> float:
@@ -204,7 +229,10 @@ class TorchGroup:
                     f"{call.where()}: waited {self._world.timeout_s:g} s for the other ranks: one of them has not "
                     f"made this call; if it is only slow, raise timeout_s"
                 ) from error
-            raise PeerError(f"{call.where()}: a peer has ended: {text}") from error
+            hint = "" if self._world.checks else "; CROSSCUT_CHECK=1 tells which"
+            raise PeerError(
+                f"{call.where()}: a peer has ended, or the ranks made different calls{hint}: {text}"
+            ) from error
 
 
 class _TorchWork:

@@ -1,0 +1,1 @@
+"""Checked mode: before data move, the ranks of a group compare their calls (docs/checked.md)."""
