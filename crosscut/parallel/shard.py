@@ -104,6 +104,7 @@ class Unit:
         self.width = sum(p.width for p in self.pieces)
         self._reduce_dtype = reduce if reduce is not None else self.pieces[0].shard.dtype
         self.is_whole = self.keeps_whole  # the Parameters hold all rows
+        self._versions = [p.whole._version for p in self.pieces]  # when they last did on all ranks alike
         self.grad: Tensor | None = None  # reduced gradients not yet published, flat (S)
         self._gathering: Handle[Tensor] | None = None
         self._reducing: Handle[Tensor] | None = None
@@ -167,6 +168,7 @@ class Unit:
             for p in self.pieces:
                 collect(p.of(chunks), p.whole if self.keeps_whole else p.whole.data)
         self.is_whole = True
+        self._versions = [p.whole._version for p in self.pieces]
 
     def release(self) -> None:
         """Let the whole of what is kept cut go; its shards stand in the modules."""
@@ -183,6 +185,13 @@ class Unit:
         """The shards of what is kept whole were updated: the whole is stale until the next `gather`."""
         if self.keeps_whole:
             self.is_whole = False
+
+    def changed(self) -> str | None:
+        """The name of a parameter, kept whole, that this rank changed and did not gather; None if there is none."""
+        if not self.keeps_whole:
+            return None
+        pairs = zip(self.pieces, self._versions, strict=True)
+        return next((p.name for p, version in pairs if p.whole._version != version), None)
 
     def _to_send(self) -> Tensor:
         """This rank's row of the gathered (N, S), in the dtype of the whole."""

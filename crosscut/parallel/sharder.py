@@ -82,6 +82,7 @@ class Sharder:
             return
         if block is self.rest:
             self._uses, self._at = Counter(), None
+            self._check_fresh()
         if self._at is not None and self._at.next_forward is None:
             self._at.next_forward = block
         self._at = block
@@ -195,6 +196,14 @@ class Sharder:
         for unit in stale:
             unit.gather(tag)
 
+    def _check_fresh(self) -> None:
+        changed = next((name for unit in self.units if (name := unit.changed()) is not None), None)
+        if changed is not None:
+            raise ValueError(
+                f"{changed} was changed on this rank, and the others have not seen it: make the optimizer with "
+                f"model.optimizer(...), and after other changes call model.share_updates()"
+            )
+
     def shards(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, shard) of every parameter."""
         for unit in self.units:
@@ -218,7 +227,7 @@ def _release(block: Block) -> None:
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors that a block gave out. Raises ValueError for what may hide some, whose gradients would come unseen."""
+    """The tensors that a block gave out. Raises ValueError for what may hide some: their backward would go unseen."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):

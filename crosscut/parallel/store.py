@@ -7,7 +7,7 @@ ZeRO-2 reduces after every micro-batch; ZeRO-3 also keeps the parameters cut. Th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -56,6 +56,9 @@ class Store:
             unit.put(whole=True)
             self._units.setdefault(block, []).append(unit)
         self._places = {p.name: (unit, p) for units in self._units.values() for unit in units for p in unit.pieces}
+        for unit, piece in self._places.values():
+            if not unit.keeps_whole and unit.requires_grad:
+                piece.shard.register_hook(_refuse(piece.name))
         self.shards = {name: piece.shard for name, (_, piece) in self._places.items()}
 
     def drive(self) -> Sharder:
@@ -72,6 +75,18 @@ class Store:
         """This rank's part of the reduced, unpublished gradient of `name`: flat, with its padding."""
         unit, piece = self._places[name]
         return None if unit.grad is None else piece.of(unit.grad)
+
+
+def _refuse(name: str) -> Callable[[Tensor], None]:
+    """A hook for a shard: its own gradient never comes out of backward, unless someone computed with the shard."""
+
+    def hook(_: Tensor) -> None:
+        raise ValueError(
+            f"{name} was used while only this rank's rows of it were there: use it in the forward of the module that "
+            f"holds it (layers of a list must be called, not read)"
+        )
+
+    return hook
 
 
 def check_elementwise(cls: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device) -> None:

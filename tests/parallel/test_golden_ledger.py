@@ -26,14 +26,16 @@ NORMS = 9 * 256 * 4
 CFG = TransformerConfig()
 
 
-def _step(ctx, layout):  # type: ignore[no-untyped-def]
+def _step(ctx, layout, update=False):  # type: ignore[no-untyped-def]
     model = distribute(partial(Transformer, CFG), transformer_dims(CFG), layout, ctx, loss_fn=next_token_loss)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(256, (16, 257), generator=generator)
     model.forward_backward(local_batch(ids[:, :-1], ids[:, 1:], layout, ctx))
     model.clip_grad_norm_(1.0)
+    if update:
+        model.optimizer(torch.optim.SGD, lr=0.1).step()
     lines = {(tag, *key): value for tag, by in ctx.ledger.by_tag("step").items() for key, value in by.items()}
-    held = dict(model.named_parameters())
+    held = dict(model.module.named_parameters())
     return lines, ctx.ledger.totals("step"), len(held), sum(p.numel() * 4 for p in held.values())
 
 
@@ -89,3 +91,28 @@ def test_with_sp_line_by_line(sequence_cut) -> None:  # type: ignore[no-untyped-
         assert totals["tp"] == {"all_gather": 37_748_736, "reduce_scatter": 37_748_736, "all_reduce": 24_576}
         assert totals["dp"] == {"all_reduce": PARAMS - NORMS + 8 + 4}
         assert totals["dp+tp"] == {"all_reduce": NORMS + 4}
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_zero_1_in_total(sp: bool, plain, sequence_cut) -> None:  # type: ignore[no-untyped-def]
+    """One reduce_scatter of every local gradient, one all_gather of every local parameter; under SP the shards of the
+    norms are also summed over tp. What crosses tp in forward and backward is what it is without a store."""
+    layout = Layout.of("dp=2,tp=2", sp=sp, zero=1)
+    for lines, totals, num_params, local_bytes in spawn(_step, layout, True, world_size=4, backend="threads"):
+        assert (num_params, local_bytes) == (39, PARAMS)
+        assert lines["gradients/step", "dp", "reduce_scatter"][1] == PARAMS
+        assert lines["parameters/step", "dp", "all_gather"][1] == PARAMS
+        assert totals["dp"] == {"reduce_scatter": PARAMS, "all_gather": PARAMS, "all_reduce": 8 + 4}
+        assert totals["dp+tp"] == {"all_reduce": 4}
+        tp = dict((sequence_cut if sp else plain)[0][1]["tp"])
+        if sp:
+            assert lines["gradients/step", "tp", "all_reduce"][1] == 4_608 == NORMS // 2
+            tp["all_reduce"] += 4_608
+        assert totals["tp"] == tp
+
+
+@pytest.mark.parametrize("reshard, gathers", [("use", 2), ("step", 1)])
+def test_zero_3_in_total(reshard: str, gathers: int) -> None:
+    layout = Layout.of("dp=2,tp=2", zero=3, reshard=reshard)
+    for _, totals, _, _ in spawn(_step, layout, True, world_size=4, backend="threads"):
+        assert totals["dp"] == {"reduce_scatter": PARAMS, "all_gather": gathers * PARAMS, "all_reduce": 8 + 4}
