@@ -73,7 +73,7 @@ class TorchWorld:
         return self._made[key]
 
     def _transport(self, made: Any, ranks: tuple[int, ...]) -> Backend:
-        if self.name != "shm":
+        if self.name != "shm" or not hasattr(made, "channel"):  # without one: `crosscut.checked` stands before it
             return TorchGroup(self, made, ranks)
         from crosscut.comm.backends.shm import ShmGroup  # here, since other platforms cannot import it
 
