@@ -66,10 +66,11 @@ def measure(plan: Plan, on_event: Callable[[Event], None] = lambda event: None) 
             path = Path(folder) / f"{world[0]}.jsonl"
             path.touch()
             try:
-                with _following(path, take), _torch_threads(), _sigterm():
+                with following(path, take), _torch_threads(), sigterm():
                     backend = "threads" if world == ("threads",) else "gloo"
                     with_shm = backend != "threads" and platform.why_not() is None
-                    spawn(rank_main, plan, world, with_shm, str(path), world_size=plan.world_size, backend=backend)
+                    size, check = plan.world_size, None if backend == "threads" else False
+                    spawn(rank_main, plan, world, with_shm, str(path), world_size=size, backend=backend, check=check)
             except (Exception, KeyboardInterrupt, SystemExit) as error:
                 result.error = error
                 break
@@ -77,7 +78,7 @@ def measure(plan: Plan, on_event: Callable[[Event], None] = lambda event: None) 
 
 
 @contextlib.contextmanager
-def _following(path: Path, take: Callable[[Event], None]) -> Iterator[None]:
+def following(path: Path, take: Callable[[Event], None]) -> Iterator[None]:
     """Hand on each whole line of a file that grows; at the end, what is left of it."""
     stop = threading.Event()
 
@@ -105,7 +106,7 @@ def _following(path: Path, take: Callable[[Event], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sigterm() -> Iterator[None]:
+def sigterm() -> Iterator[None]:
     """SIGTERM as SystemExit(143), so that it, too, leaves what was measured and no folder behind."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield

@@ -70,3 +70,15 @@ def p95(values: Sequence[float]) -> float:
 def paired(others: Sequence[float], ours: Sequence[float]) -> float:
     """How many times as fast `ours` is: the median over trials of others / ours."""
     return statistics.median(theirs / own for theirs, own in zip(others, ours, strict=True))
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """An interval that holds the median with at least that confidence, from order statistics (binomial, no
+    assumption on the distribution); with fewer than six values the smallest and the largest.
+    """
+    ordered, n = sorted(values), len(values)
+    below, k = 0.5**n, 0  # P(at most k of n values lie below the median)
+    while 2 * (below + math.comb(n, k + 1) * 0.5**n) <= 1 - confidence and k + 1 < n // 2:
+        k += 1
+        below += math.comb(n, k) * 0.5**n
+    return ordered[k], ordered[n - 1 - k]

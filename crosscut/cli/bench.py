@@ -19,9 +19,15 @@ if TYPE_CHECKING:
 
 BENCHES = {
     "collectives": "time, algbw and busbw of every operation, size and back end, in turn within each trial",
+    "steps": "whole training steps, crosscut's beside stock PyTorch's, on the same back end",
     "machine": "copying, matrix products, a latency and a bandwidth per operation: the machine's profile",
 }
-ONLY_COLLECTIVES = ("ops", "sizes", "algorithms", "csv", "plot", "quick", "dtype")
+# Which options go with which of them only.
+ONLY = {
+    "collectives": ("ops", "sizes", "algorithms", "csv", "plot", "quick", "dtype"),
+    "machine": ("out",),
+    "steps": ("workloads", "parallels", "seconds"),
+}
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -44,6 +50,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--csv", metavar="FILE", help="write the rows as CSV")
     parser.add_argument("--plot", metavar="FILE.html", help="write curves of time and busbw over size")
     parser.add_argument("--out", metavar="FILE", help="machine: where to write the profile (default: crosscut's cache)")
+    parser.add_argument("--workloads", metavar="NAME,...", help="steps: of mlp, transformer, transformer-small")
+    parser.add_argument("--parallels", metavar="NAME,...", help="steps: of ddp, fsdp, tp, pp (default: all)")
+    parser.add_argument("--seconds", type=float, metavar="S", help="steps: of trials for each row (default 12)")
     add_json_argument(parser)
 
 
@@ -51,16 +60,18 @@ def run(args: argparse.Namespace) -> int:
     """Measure; 0, 1 if a result was wrong, 130 after Ctrl-C."""
     if args.name not in BENCHES:
         raise ValueError(f"unknown bench {args.name!r}{nearest(args.name, BENCHES)}")
-    if args.name == "machine":
-        for option in ONLY_COLLECTIVES:
-            if getattr(args, option) is not None:
-                raise ValueError(f"--{option} goes with bench collectives, not with machine")
-    elif args.out is not None:
-        raise ValueError("--out goes with bench machine; collectives has --json, --csv and --plot")
+    for name, options in ONLY.items():
+        for option in options:
+            if name != args.name and getattr(args, option) is not None:
+                raise ValueError(f"--{option} goes with bench {name}, not with {args.name}")
     from crosscut.comm.launched import launched
 
     if launched() is not None:
         raise ValueError("RANK is set: bench starts its ranks itself; run it once, without torchrun")
+    if args.name == "steps":
+        from crosscut.cli.bench_steps import run as run_steps
+
+        return run_steps(args)
     return _machine(args) if args.name == "machine" else _collectives(args)
 
 

@@ -1,0 +1,79 @@
+"""Run the benchmark of steps, back end by back end, and show it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from crosscut.bench.measure import following, sigterm
+from crosscut.bench.steps.ranks import StepPlan, rank_main
+from crosscut.bench.steps.workloads import WORKLOADS
+from crosscut.comm.launch import spawn
+
+Row = dict[str, Any]
+EXPLANATION = """\
+ours, peer  a step (forward, backward, AdamW), slowest rank, medians of trials in turn
+peer        stock PyTorch (DDP, FSDP2, DTensor, pipelining 1F1B), same back end
+ratio       ours / peer within trials; (95%): the interval that holds its median
+no comm     ours with collectives that do nothing; exposed: ours / no comm
+eff.        one device at its best number of micro-batches / (ranks x ours)
+MB          most bytes allocated at once in a step, ours/peer, rank with the most"""
+
+
+@dataclass
+class Steps:
+    """What was measured. `error`: what ended the run early."""
+
+    plan: StepPlan
+    rows: list[Row] = field(default_factory=list)
+    error: BaseException | None = None
+
+
+def measure(plan: StepPlan, on_event: Callable[[Row], None] = lambda event: None) -> Steps:
+    """Measure all cells. What ends the ranks early stands in `error`, and the rows measured until then stay."""
+    result = Steps(plan)
+
+    def take(event: Row) -> None:
+        if event["kind"] == "row":
+            result.rows.append({key: value for key, value in event.items() if key != "kind"})
+        on_event(event)
+
+    with tempfile.TemporaryDirectory(prefix="crosscut-bench-") as folder:
+        for backend in plan.backends:
+            path = Path(folder) / f"{backend}.jsonl"
+            path.touch()
+            try:
+                with following(path, take), sigterm():
+                    spawn(rank_main, plan, str(path), world_size=plan.world_size, backend=backend)
+            except (Exception, KeyboardInterrupt, SystemExit) as error:
+                result.error = error
+                break
+    return result
+
+
+def show(steps: Steps, console: Console) -> None:
+    """A table for each workload, and what the columns mean."""
+    for name in steps.plan.workloads:
+        rows = [row for row in steps.rows if row["workload"] == name]
+        if not rows:
+            continue
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for column in ("", "on", "ours ms", "peer ms", "ratio", "(95%)", "no comm", "exposed", "eff.", "MB"):
+            table.add_column(column, justify="left" if column in ("", "on", "(95%)") else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(
+                row["parallel"], row["backend"], f"{row['ours_ms']:.1f}", f"{row['peer_ms']:.1f}",
+                f"{row['ratio']:.2f}", f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}", f"{row['no_comm_ms']:.1f}",
+                f"{row['exposed']:.2f}", f"{row['efficiency']:.0%}",
+                f"{row['peak_memory_bytes'] / 1e6:.0f}/{row['peer_peak_memory_bytes'] / 1e6:.0f}",
+            )  # fmt: skip
+        console.print(f"{WORKLOADS[name].text}; on one device {rows[0]['single_ms']:.1f} ms")
+        console.print(table)
+        console.print()
+    console.print(EXPLANATION)
