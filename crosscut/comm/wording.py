@@ -17,8 +17,8 @@ def call_text(call: Call, ranks: Sequence[int] = ()) -> str:
     number = f" #{call.seq}" if call.seq else ""
     peer = ""
     if call.peer is not None:
-        named = ranks[call.peer] if call.peer < len(ranks) else call.peer
-        peer = f" {'to' if call.op == 'send' else 'from'} rank {named}"
+        named = f"rank {ranks[call.peer] if call.peer < len(ranks) else call.peer}" if call.peer >= 0 else "any rank"
+        peer = f" {'to' if call.op == 'send' else 'from'} {named}"
     where = ", ".join(part for part in (call.tag, call.site) if part)
     return f"{call.op}{f'({arguments})' if arguments else ''}{number} over {call.label or 'self'}{peer} ({where})"
 

@@ -72,6 +72,8 @@ class Calls:
     def add(self, rank: int, records: Iterable[Record]) -> None:
         """Take in records of one rank."""
         for record in records:
+            if record.call.peer is not None and record.call.peer < 0:
+                continue  # a recv from any rank: which message it took is not known
             if record.call.peer is not None:
                 self.messages[message_key(record)].setdefault(record.call.seq, {})[record.call.op] = record
             else:
@@ -84,6 +86,8 @@ class Calls:
         if record.call.peer is None:
             key = lane_key(record)
             return [rank for rank in record.lane.ranks if self.last.get((key, rank), 0) < record.call.seq]
+        if record.call.peer < 0:
+            return []
         other = "recv" if record.call.op == "send" else "send"
         both = self.messages.get(message_key(record), {}).get(record.call.seq, {})
         return [] if other in both or not record.lane.ranks else [record.lane.ranks[record.call.peer]]

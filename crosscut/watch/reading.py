@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
+import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +13,8 @@ from typing import Any, NamedTuple
 from crosscut.comm.call import Call
 from crosscut.watch import ring as layout
 from crosscut.watch.ring import COUNTS, HEAD, HEADER_BYTES, LIFE, RECORD, TOTAL
+
+_HALF = "half written: its rank has ended, or is, before its recorder had started"
 
 
 class Lane(NamedTuple):
@@ -81,12 +86,16 @@ class RingFile:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
-            self._file = self.path.open("rb", buffering=0)
-            first = self._file.read(HEADER_BYTES)
+            with self.path.open("rb") as file:
+                self.inode = os.fstat(file.fileno()).st_ino
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
             raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+        except ValueError:  # an empty file cannot be mapped
+            raise ValueError(f"{path}: {_HALF}") from None
+        first = self._map[:HEADER_BYTES]
         if len(first) < HEADER_BYTES or first[:8] == bytes(8):
-            raise ValueError(f"{path}: half written: its rank ended, or is, before its recorder had started")
+            raise ValueError(f"{path}: {_HALF}")
         if first[:8] != layout.MAGIC:
             raise ValueError(f"{path}: not a ledger of crosscut")
         version = HEAD.unpack_from(first)[1]
@@ -95,17 +104,15 @@ class RingFile:
 
     def close(self) -> None:
         """Let go of the file."""
-        self._file.close()
+        self._map.close()
 
     def head(self) -> Ring:
         """The header."""
-        self._file.seek(0)
-        return self._header(self._file.read(HEADER_BYTES))
+        return self._header(self._map)
 
     def read(self, after: int = 0) -> Ring:
         """Everything, or the records with a number above `after`."""
-        self._file.seek(0)
-        data = self._file.read()
+        data = self._map
         out = self._header(data)
         *_, capacity, half, _, _, _ = HEAD.unpack_from(data)
         text = HEADER_BYTES + capacity * RECORD.size
@@ -129,11 +136,13 @@ class RingFile:
                 out.entered = max(out.entered, number)
         totals = text + 2 * half + layout.LANE_BYTES
         _totals(data, totals, out)
-        last = memoryview(data)[totals + layout.NUM_TOTALS * layout.TOTAL_BYTES :].cast("Q")
-        out.last_seq = dict(zip(lanes, last, strict=False))
+        at = totals + layout.NUM_TOTALS * layout.TOTAL_BYTES
+        out.last_seq = dict(
+            zip(lanes, struct.unpack_from(f"<{min(len(lanes), layout.NUM_LANES)}Q", data, at), strict=False)
+        )
         return out
 
-    def _header(self, data: bytes) -> Ring:
+    def _header(self, data: mmap.mmap) -> Ring:
         head = HEAD.unpack_from(data)
         counts = COUNTS.unpack_from(data, layout.AT_COUNTS)
         ended, exit_code, since, limit_ms, started = LIFE.unpack_from(data, layout.AT_LIFE)
@@ -167,11 +176,11 @@ def read_ring(path: str | Path) -> Ring:
         file.close()
 
 
-def _word(data: bytes, at: int) -> str:
+def _word(data: mmap.mmap, at: int) -> str:
     return data[at + 1 : at + 1 + data[at]].decode(errors="replace")
 
 
-def _lanes(data: bytes, at: int) -> list[Lane]:
+def _lanes(data: mmap.mmap, at: int) -> list[Lane]:
     out = []
     end = at + COUNTS.unpack_from(data, layout.AT_COUNTS)[2]
     while at < end:
@@ -187,7 +196,7 @@ def _lanes(data: bytes, at: int) -> list[Lane]:
     return out
 
 
-def _details(data: bytes, at: int) -> tuple[Any, ...] | None:
+def _details(data: mmap.mmap, at: int) -> tuple[Any, ...] | None:
     """The text of a record, None if it is not whole."""
     length = layout.LENGTH.unpack_from(data, at)[0]
     try:
@@ -214,7 +223,7 @@ def _record(
     return Record(number, lanes[lane], call, num_bytes, step, *times, message_tag or 0, bool(is_async), ring.rank)
 
 
-def _totals(data: bytes, at: int, out: Ring) -> None:
+def _totals(data: mmap.mmap, at: int, out: Ring) -> None:
     for index in range(COUNTS.unpack_from(data, layout.AT_COUNTS)[3]):
         place = at + index * layout.TOTAL_BYTES
         calls, num_bytes, length = TOTAL.unpack_from(data, place)

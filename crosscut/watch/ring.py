@@ -86,6 +86,7 @@ class RingWriter:
         self._rules: dict[tuple[str, str, str, str], list[int]] = {}  # -> [calls, bytes, offset]
         self._lane_ids: dict[tuple[str, tuple[int, ...], int], int] = {}
         self._labels: list[str] = []
+        self._recent: tuple[list[int], int] = ([0, 0, 0], 0)
         self._words = memoryview(self._map).cast("Q")  # an assignment to it is the cheapest write there is
         self._pack = partial(RECORD.pack_into, self._map)
         self._word(AT_HOST, socket.gethostname())
@@ -146,7 +147,20 @@ class RingWriter:
             words[self._last + lane] = seq
         words[place] = calls
         words[place + 1] = summed
+        self._recent = total, num_bytes
         return number
+
+    def withdraw(self) -> None:
+        """Take back the last call: it was not made after all."""
+        total, num_bytes = self._recent
+        self._words[total[2]] = total[0] = total[0] - 1
+        self._words[total[2] + 1] = total[1] = total[1] - num_bytes
+        self._words[AT_COUNTS // 8] = self._head = self._head - 1
+
+    def inside(self) -> bool:
+        """Whether one of the last calls is not done."""
+        last = range(max(1, self._head - 7), self._head + 1)
+        return any(not self._words[(HEADER_BYTES + (n - 1) % self._capacity * 64) // 8 + 6] for n in last)
 
     def waits(self, number: int) -> None:
         """Record that the rank waits for an async call from now on."""

@@ -1,0 +1,37 @@
+"""`crosscut why RUN`: who hung, who died, and what came first; from the ledgers of a run, dead or alive."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from crosscut.cli.output import add_json_argument, check_destination, write_json
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to the command line."""
+    parser = subparsers.add_parser(
+        "why",
+        help="say who hung or died, and what came first",
+        description="Read the ledgers of a run (crosscut train, python -m crosscut.watch) or PyTorch Flight Recorder "
+        "dumps, and say what went wrong, first divergence first. A run that is still alive is read as it is.",
+    )
+    parser.add_argument("run", metavar="RUN", help="a run folder, or a folder of Flight Recorder dumps")
+    add_json_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the verdict; 0 whatever it is. Raises ValueError (exit code 2) if RUN cannot be read."""
+    from crosscut.watch.facts import SCHEMA, VERSION
+    from crosscut.watch.folder import diagnose
+
+    check_destination(args.json)
+    found = diagnose(Path(args.run))
+    if args.json != "-":
+        if found.alive:
+            print("the run is alive; this is how it stands now")
+        print("\n".join(found.lines()))
+    if args.json:
+        write_json(args.json, SCHEMA, found.as_json(), VERSION)
+    return 0

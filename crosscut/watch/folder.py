@@ -1,0 +1,157 @@
+"""What a run has left in its folder, or leaves there now: rings, failures, stacks, an autopsy. No torch.
+
+RUN/ledger/rank-3.ring    the calls                         RUN/autopsy.json, autopsy.txt   what the watchdog found
+RUN/ledger/rank-3.error   the exception that ended it       RUN/ledger/rank-3.stack         Python stacks, on a signal
+RUN/ledger/rank-3.end     exit code and last lines, from the process that started it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from crosscut.comm.site import short_path
+from crosscut.watch.autopsy import autopsy
+from crosscut.watch.facts import Facts, Failure, Verdict
+from crosscut.watch.flight_recorder import read_dumps
+from crosscut.watch.reading import Ring, read_ring
+from crosscut.watch.ring import FAILED, RUNNING, process_start
+
+LEDGER, AUTOPSY = "ledger", "autopsy"
+_STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "stopped", "t": "stopped"}
+_FRAME = re.compile(r'^\s*File "(.+)", line (\d+) in (.+)$')
+_INNER = (f"{os.sep}torch{os.sep}", "importlib._bootstrap", "<frozen", "runpy.py", f"{os.sep}crosscut{os.sep}watch")
+_OURS = f"{os.sep}crosscut{os.sep}comm{os.sep}"
+
+
+def path_of(run: Path, rank: int, kind: str) -> Path:
+    """The file of a rank: "ring", "error", "stack", "end" or "stop"."""
+    return run / LEDGER / f"rank-{rank}.{kind}"
+
+
+def write_json(path: Path, body: dict[str, Any]) -> None:
+    """Write a file that is whole or absent."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(body), encoding="utf-8")
+    partial.replace(path)
+
+
+def diagnose(run: Path, *, facts: dict[int, Facts] | None = None) -> Verdict:
+    """The verdict over a run folder, or over a folder of Flight Recorder dumps.
+
+    Raises ValueError, one line, if there is nothing to read.
+    """
+    if not run.is_dir():
+        raise ValueError(f"{run}: no such folder; give a run folder or a folder of Flight Recorder dumps")
+    facts = facts if facts is not None else gather(run)
+    if not facts:
+        dumps = read_dumps(run)
+        if not dumps:
+            raise ValueError(f"{run}: holds no ledger (ledger/rank-N.ring) and no Flight Recorder dump")
+        facts = {rank: Facts(rank, ring) for rank, ring in dumps.items()}
+        return autopsy(facts, len(facts))
+    size = max(fact.ring.world_size for fact in facts.values() if fact.ring is not None)
+    alive = [rank for rank, fact in facts.items() if fact.alive]
+    return autopsy(facts, size, alive=len(alive) == len(facts))
+
+
+def gather(run: Path) -> dict[int, Facts]:
+    """What is known of every rank whose ring is there. Raises ValueError if one cannot be read, and no other can."""
+    out: dict[int, Facts] = {}
+    problems: list[str] = []
+    for path in sorted((run / LEDGER).glob("rank-*.ring")):
+        try:
+            ring = read_ring(path)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        out[ring.rank] = facts_of(run, ring)
+    if problems and (not out or any("newer" in problem for problem in problems)):
+        raise ValueError(problems[0])
+    newest = max(out.values(), key=lambda fact: fact.ring.start_wall_ns if fact.ring else 0, default=None)
+    size = newest.ring.world_size if newest is not None and newest.ring is not None else 0
+    return {rank: fact for rank, fact in out.items() if rank < size}  # not those of a larger world before
+
+
+def facts_of(run: Path, ring: Ring) -> Facts:
+    """One rank: its process, its failure, its stack."""
+    fact = Facts(ring.rank, ring)
+    fact.alive, fact.state = look_at(ring)
+    failure = _json(path_of(run, ring.rank, "error"))
+    if failure and failure.pop("pid", 0) == ring.pid:
+        fact.failure = Failure(**failure)
+    end = _json(path_of(run, ring.rank, "end"))
+    if end and end.pop("pid", 0) in (ring.pid, 0):
+        fact.exit_code, fact.last_lines, fact.ended_s = end["exit_code"], end["last_lines"], end["ended_s"]
+        fact.oom_killed = bool(end.get("oom_killed"))
+    elif ring.ended != RUNNING:
+        fact.exit_code = ring.exit_code
+    if not fact.alive and not fact.ended_s:
+        fact.ended_s = time.time()
+    if fact.failure is not None and ring.ended == FAILED and fact.exit_code is None:
+        fact.exit_code = 1
+    stack = path_of(run, ring.rank, "stack")
+    if stack.exists() and stack.stat().st_mtime * 1e9 >= ring.start_wall_ns:
+        fact.stack = python_stack(stack.read_text(encoding="utf-8", errors="replace"))
+        if not fact.alive and fact.exit_code is None and (crash := fatal(stack)):
+            fact.exit_code = crash
+    return fact
+
+
+def look_at(ring: Ring) -> tuple[bool, str]:
+    """Whether the process of a ring lives, and its state. A process of another host counts as alive."""
+    if ring.host != os.uname().nodename:
+        return ring.ended == RUNNING, ""
+    try:
+        text = Path(f"/proc/{ring.pid}/stat").read_text()
+    except OSError:
+        return _pid_lives(ring.pid) if not Path("/proc/self").exists() else False, ""
+    state = text.rpartition(")")[2].split()[0]
+    if state in "ZX" or (ring.process_start and process_start(ring.pid) != ring.process_start):
+        return False, ""
+    return True, _STATES.get(state, "")
+
+
+def _pid_lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def fatal(stack: Path) -> int | None:
+    """The signal (below 0) that Python's fault handler has noted."""
+    names = {"Segmentation fault": -11, "Aborted": -6, "Bus error": -7, "Floating-point exception": -8}
+    text = stack.read_text(encoding="utf-8", errors="replace")
+    found = re.findall(r"^Fatal Python error: (.+)$", text, re.MULTILINE)
+    return names.get(found[-1].strip()) if found else None
+
+
+def python_stack(text: str) -> list[str]:
+    """The main thread of the last dump of Python's fault handler: `train.py:12 in step`, innermost first.
+
+    Frames of torch and of this package's communication are left out, unless there is no other.
+    """
+    dumps = re.split(r"\n\s*\n", text.strip())
+    threads = [part for part in dumps if "most recent call first" in part]
+    last = next((part for part in reversed(threads) if "Current thread" in part or len(threads) == 1), None)
+    chosen = [part for part in threads if "line" in part and "<module>" in part] or ([last] if last else threads)
+    frames = [_FRAME.match(line) for line in (chosen[-1].splitlines() if chosen else [])]
+    places = [(found[1], int(found[2]), found[3]) for found in frames if found]
+    shown = [place for place in places if not any(part in place[0] for part in (*_INNER, _OURS))]
+    return [f"{short_path(file)}:{line} in {name}" for file, line, name in shown or places]
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None

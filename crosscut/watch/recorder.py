@@ -1,0 +1,250 @@
+"""The recorder inside a rank: every call into its ring, every exception and stack into the run folder.
+
+`install()` is for programs of any kind: from the next `init_process_group` on, all calls of all process groups are
+recorded, those of DDP's reducer, of FSDP, of DTensor and of functional collectives included. `record_context` records a
+crosscut `Context`, on every back end, with tags and axis names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import faulthandler
+import math
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import zlib
+from collections import Counter
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from crosscut.comm.errors import one_line
+from crosscut.comm.site import short_path
+from crosscut.watch.folder import path_of, write_json
+from crosscut.watch.ring import RingWriter
+
+if TYPE_CHECKING:
+    from crosscut.comm.call import Call
+    from crosscut.comm.intercept import Asked, InterceptedGroup, Running
+
+RUN = "CROSSCUT_WATCH_RUN"  # the run folder, for the ranks that a watched process starts
+SET_UP_S = 600.0  # until the first call is done: building models, reading data, meeting the other ranks
+STACK_SIGNAL = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2  # users have plans for the others
+HANG = 3
+
+
+class Recorder:
+    """One rank's recorder: its ring, and the numbering of what torch does not number."""
+
+    def __init__(self, run: Path, rank: int, world_size: int, device: str = "cpu") -> None:
+        self.run, self.rank = run, rank
+        for kind in ("error", "end", "stack"):
+            path_of(run, rank, kind).unlink(missing_ok=True)
+        self.ring = RingWriter(path_of(run, rank, "ring"), rank, world_size, signal=int(STACK_SIGNAL), device=device)
+        self.ring.section("set-up", SET_UP_S)
+        self._first = True
+        self._messages: Counter[tuple[int, str, int | None, int]] = Counter()
+        self._lock = threading.Lock()
+        self._stacks = path_of(run, rank, "stack").open("w")
+
+    def enter(self, lane: int, call: Call, num_bytes: int, message_tag: int = 0, is_async: bool = False) -> int:
+        """Record a call; returns its number."""
+        with self._lock:
+            seq = call.seq
+            if call.peer is not None:
+                key = (lane, call.op, call.peer, message_tag)
+                self._messages[key] += 1
+                seq = self._messages[key]
+            more: tuple[Any, ...] = ()
+            if is_async or message_tag or call.dim or call.input_splits is not None:
+                more = (call.dim, call.input_splits, call.output_splits, message_tag, is_async)
+            return self.ring.enter(
+                *(lane, call.op, seq, num_bytes, call.site, call.shape, call.dtype, call.reduce_op, call.root),
+                *(call.peer, call.tag, call.kind, more),
+            )
+
+    def complete(self, number: int) -> None:
+        """Record that a call is done; the first one ends the set-up."""
+        self.ring.complete(number)
+        if self._first:
+            self._first = False
+            self.ring.section("")
+
+    def hook_process(self) -> None:
+        """Write down what ends this process: exceptions, crashes, and Python's stacks whenever the signal comes."""
+        faulthandler.enable(self._stacks, all_threads=False)
+        if hasattr(faulthandler, "register"):
+            faulthandler.register(STACK_SIGNAL, self._stacks, all_threads=True)
+        before = sys.excepthook
+
+        def on_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            self.failed(error)
+            before(kind, error, trace)
+
+        sys.excepthook = on_error
+
+    def failed(self, error: BaseException) -> None:
+        """Write down the exception that ends this rank."""
+        frames = traceback.extract_tb(error.__traceback__)
+        outside = [frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame.filename] or list(frames)
+        outside = [frame for frame in outside if "runpy" not in frame.filename] or outside
+        site = f"{short_path(outside[-1].filename)}:{outside[-1].lineno}" if outside else ""
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        body = {"pid": os.getpid(), "line": one_line(error), "site": site, "time_s": time.time(), "traceback": text}
+        with contextlib.suppress(OSError):  # the disk may be full: then the ring has to do
+            write_json(path_of(self.run, self.rank, "error"), {**body, "in_call": self.ring.inside()})
+        code = error.code if isinstance(error, SystemExit) else 130 if isinstance(error, KeyboardInterrupt) else 1
+        self.ring.end(code if isinstance(code, int) else 1)
+
+    def step(self, *_: Any) -> None:
+        """One optimizer step more."""
+        self.ring.step += 1
+
+
+class Observer:
+    """What an intercepted process group tells (`crosscut.comm.intercept`), written to a ring."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._lanes: dict[str, int] = {}
+
+    def on_call(self, group: InterceptedGroup, asked: Asked) -> Running:
+        """Record the call, then let it be made."""
+        call = asked.call
+        name = group.group_name
+        if name not in self._lanes:  # the name is the same on all ranks of the group
+            channel = zlib.crc32(name.encode()) & 0xFFFF
+            self._lanes[name] = self._recorder.ring.lane(group.label, group.ranks, channel)
+        tag = int(call.tag or 0)  # torch's, of a message
+        number = self._recorder.enter(self._lanes[name], call, _num_bytes(call, len(group.ranks)), tag, is_async=True)
+        return _Recorded(self._recorder, number, asked.start())
+
+    def on_done(self, group: InterceptedGroup, call: Call, error: BaseException | None) -> None:
+        """Nothing: the running call has been recorded by then."""
+
+    def on_close(self, group: InterceptedGroup) -> None:
+        """Nothing."""
+
+
+class _Recorded:
+    """A call of a process group under way: a `Running` of `crosscut.comm.intercept`, or a back end's `Work`."""
+
+    def __init__(self, recorder: Recorder, number: int, work: Any) -> None:
+        self._recorder, self._number, self.work, self._open = recorder, number, work, True
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if self._open:
+            self._recorder.ring.waits(self._number)
+        if timeout_s is None:
+            if self.work is not None:
+                self.work.wait()
+        else:
+            self.work.wait(datetime.timedelta(seconds=timeout_s))
+        self._finished()
+
+    def done(self) -> bool:
+        over = self.work is None or bool(
+            self.work.is_completed() if hasattr(self.work, "is_completed") else self.work.done()
+        )
+        if over:
+            self._finished()
+        return over
+
+    def _finished(self) -> None:
+        if self._open:
+            self._open = False
+            self._recorder.complete(self._number)
+
+
+class RecordedGroup:
+    """A `Backend` of `crosscut.comm.backends.base` whose calls are recorded, around another one."""
+
+    def __init__(self, inner: Any, recorder: Recorder, lane: int, ledger: Any) -> None:
+        self._inner, self._recorder, self._lane, self._ledger = inner, recorder, lane, ledger
+        self.short = _RecordedShort(self) if getattr(inner, "short", None) is not None else None
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._inner, name)
+        if name not in _CALLS:
+            return value
+
+        def recorded(*args: Any) -> Any:
+            call = args[-1]
+            number = self._recorder.enter(self._lane, call, self._ledger.entries[-1].bytes)
+            return _Recorded(self._recorder, number, value(*args))
+
+        setattr(self, name, recorded)  # next time it is found at once
+        return recorded
+
+    def exchange(self, *args: Any) -> Any:
+        """A send and a recv in one: both are recorded, and done when the recv is."""
+        *rest, sent, received = args
+        one = self._recorder.enter(self._lane, sent, self._ledger.entries[-2].bytes, is_async=True)
+        two = self._recorder.enter(self._lane, received, 0)
+        work = _Recorded(self._recorder, one, self._inner.exchange(*rest, sent, received))
+        return _Recorded(self._recorder, two, work)
+
+
+_CALLS = frozenset(
+    "all_reduce broadcast reduce all_gather reduce_scatter gather scatter all_to_all send recv barrier".split()
+)
+
+
+class _RecordedShort:
+    """The quicker way for short calls, recorded if it was taken."""
+
+    def __init__(self, group: RecordedGroup) -> None:
+        self._group, self._inner = group, group._inner.short
+
+    def __getattr__(self, name: str) -> Any:
+        value, group = getattr(self._inner, name), self._group
+        recorder, lane, ledger = group._recorder, group._lane, group._ledger
+
+        def recorded(*args: Any) -> bool:
+            number = recorder.enter(lane, args[-1], ledger.entries[-1].bytes)
+            if value(*args):
+                recorder.complete(number)
+                return True
+            recorder.ring.withdraw()  # the call takes the other way, and is recorded there
+            return False
+
+        setattr(self, name, recorded)
+        return recorded
+
+
+def record_context(ctx: Any, recorder: Recorder) -> None:
+    """Record the calls of a crosscut `Context`, in the groups that it has and in those that it makes."""
+    channels: dict[tuple[int, ...], list[Any]] = {}
+    make = ctx._make
+
+    def wrap(group: Any) -> Any:
+        backend = group._backend
+        if backend is not None and not isinstance(backend, RecordedGroup):
+            same = channels.setdefault(group.ranks, [])  # made in the same order on all ranks
+            if backend not in same:
+                same.append(backend)
+            lane = recorder.ring.lane(group.label, group.ranks, same.index(backend))
+            group._backend = RecordedGroup(backend, recorder, lane, ctx.ledger)
+            group._short = group._backend.short
+        return group
+
+    ctx._make = lambda *args, **kwargs: wrap(make(*args, **kwargs))
+    for group in (ctx.world, *ctx._groups.values()):
+        wrap(group)
+
+
+def _num_bytes(call: Call, size: int) -> int:
+    """What one rank hands to the call, from what is known of it: shapes may be several, of a coalesced call."""
+    import torch
+
+    shape: Any = call.shape
+    shapes = shape if shape and isinstance(shape[0], tuple) else (shape,)
+    dtype = getattr(torch, call.dtype.partition(",")[0], None)
+    if not isinstance(dtype, torch.dtype) or call.op in ("recv", "barrier"):
+        return 0
+    return sum(math.prod(shape) for shape in shapes) * dtype.itemsize * (size if call.op == "all_gather" else 1)
