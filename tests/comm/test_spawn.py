@@ -146,6 +146,28 @@ def test_a_signal_to_the_launcher_ends_every_rank(number, tmp_path):
             assert not os.path.exists(left[0])
 
 
+def test_ctrl_c_while_ranks_import_torch_is_quiet(tmp_path):
+    """A terminal sends SIGINT to every process at once, also to ranks in which nothing of crosscut runs yet."""
+    command = [sys.executable, SCRIPT, "waits", str(tmp_path)]
+    launcher = subprocess.Popen(
+        command, env={**os.environ, **PATHS}, start_new_session=True, stderr=subprocess.PIPE, text=True
+    )
+    ranks, end = [], time.monotonic() + 60
+    while len(ranks) < 2:
+        assert time.monotonic() < end
+        found = psutil.Process(launcher.pid).children(recursive=True)
+        ranks = [process for process in found if "spawn_main" in " ".join(process.cmdline())]
+        time.sleep(0.01)
+    began = time.monotonic()
+    os.killpg(launcher.pid, signal.SIGINT)
+    said = launcher.communicate(timeout=30)[1]
+    assert time.monotonic() - began < 5 * 2
+    assert not list(tmp_path.glob("*.pid"))  # it was early enough
+    assert gone([process.pid for process in ranks])
+    assert said.count("Traceback") == 1  # the launcher's own: its script does not catch KeyboardInterrupt
+    assert "spawn_main" not in said
+
+
 def test_under_torchrun(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     command += ["--log-dir", str(tmp_path / "logs"), SCRIPT]  # torchrun itself would leave a folder

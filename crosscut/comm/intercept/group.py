@@ -1,21 +1,4 @@
-"""See every call that torch's process groups are given, by whatever program, and decide when it is made.
-
-`intercept(observer)` puts an `InterceptedGroup` in the place of the world's process group, and of every group made
-afterwards (`new_group`, device meshes, `split_group`). torch calls a group from Python (torch.distributed) and from C++
-(functional collectives, DDP's reducer): both find the one that is registered. It describes each call as a `Call`, asks
-its observer, and lets the inner group do the work. What holds a group from before (a DDP model, a variable) goes on
-with that one, unseen.
-
-    class Log:                               # an observer
-        def on_call(self, group, asked):     # asked.start() makes the call, now or later
-            print(asked.call.where())
-            return Started(asked.start())
-        def on_done(self, group, call, error): ...
-        def on_close(self, group): ...
-
-    with intercept(Log()):
-        ...
-"""
+"""A process group that shows an observer each call before the inner group makes it, and what both are made of."""
 
 from __future__ import annotations
 
@@ -28,13 +11,11 @@ import torch.distributed as dist
 
 from crosscut.comm.call import Call
 from crosscut.comm.dtypes import dtype_name
-from crosscut.comm.intercept_calls import ANY, METHODS, Args, Described
+from crosscut.comm.intercept.calls import ANY, METHODS, Args, Described
 from crosscut.comm.site import call_site
 
 _Base: Any = dist.ProcessGroup  # its stub knows neither the constructor of subclasses nor all the names
-_c10d: Any = dist.distributed_c10d
 _NONE = datetime.timedelta(0)
-_BY_GROUP = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag", "pg_default_device")
 
 
 class Asked(NamedTuple):
@@ -173,7 +154,7 @@ class InterceptedGroup(_Base):
     def split_group(self, new_ranks: Sequence[int], *args: Any, **kwargs: Any) -> Any:
         made = self.inner.split_group(new_ranks, *args, **kwargs)
         ranks = [self.ranks[r] for r in new_ranks]
-        return None if made is None else InterceptedGroup(made, self.observer, _label(made), ranks)
+        return None if made is None else InterceptedGroup(made, self.observer, label_of(made), ranks)
 
     def merge_remote_group(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner.merge_remote_group(*args, **kwargs)
@@ -281,75 +262,7 @@ class SeenWork(dist.Work):
         return self._source_rank()
 
 
-class Interception:
-    """What `intercept` has put in place. `group`: the one in the place of the first; `close()` takes all out again."""
-
-    def __init__(self, observer: Observer, group: Any) -> None:
-        self._observer = observer
-        self._placed: list[InterceptedGroup] = []
-        self._make = _c10d._new_process_group_helper
-        members = sorted((index, rank) for rank, index in _c10d._world.pg_group_ranks[group].items())
-        label = "world" if group is dist.group.WORLD else _label(group)
-        self.group = self._place(group, label, [rank for _, rank in members])
-        _c10d._new_process_group_helper = self._new_group
-
-    def _new_group(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        made, store = self._make(*args, **kwargs)
-        if self.group not in _c10d._world.pg_map:  # it was destroyed: what is made now is not ours to see
-            self.close()
-        elif isinstance(made, dist.ProcessGroup) and made not in self._placed:
-            ranks = kwargs.get("global_ranks_in_group", args[2] if len(args) > 2 else ())
-            made = self._place(made, _label(made), ranks or range(made.size()))
-        return made, store
-
-    def _place(self, inner: Any, label: str, ranks: Sequence[int]) -> InterceptedGroup:
-        group = InterceptedGroup(inner, self._observer, label, ranks)
-        _replace(inner, group)
-        self._placed.append(group)
-        return group
-
-    def close(self) -> None:
-        """Give the groups that are still there their places back, and leave new ones alone."""
-        if _c10d._new_process_group_helper == self._new_group:
-            _c10d._new_process_group_helper = self._make
-        for group in self._placed:
-            if group in _c10d._world.pg_map:
-                self._observer.on_close(group)
-                _replace(group, group.inner)
-        self._placed.clear()
-
-    def __enter__(self) -> Interception:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-
-def intercept(observer: Observer, group: Any = None) -> Interception:
-    """Show an observer every later call of a process group (default: the world) and of groups made from now on.
-
-    Raises ValueError before `init_process_group`.
-    """
-    if not dist.is_initialized():
-        raise ValueError("there is no process group yet; call torch.distributed.init_process_group first")
-    return Interception(observer, dist.group.WORLD if group is None else group)
-
-
-def _label(group: Any) -> str:
+def label_of(group: Any) -> str:
+    """A group's name for people: its description, if the program gave one."""
     described = group.group_desc
     return described if described not in ("", "undefined", "default_pg") else f"group {group.group_name}"
-
-
-def _replace(old: Any, new: Any) -> None:
-    """Put a group in another one's place wherever torch looks groups up."""
-    world = _c10d._world
-    for name in _BY_GROUP:
-        table = getattr(world, name, None)
-        if table is not None and old in table:
-            table[new] = table.pop(old)
-    for groups in world.tags_to_pg.values():
-        groups[:] = [new if group is old else group for group in groups]
-    if world.default_pg is old:
-        world.default_pg = new
-    _c10d._unregister_process_group(old.group_name)
-    _c10d._register_process_group(old.group_name, new)
