@@ -15,13 +15,15 @@ SIZES = "8,512,4KiB,64KiB,1MB,10MB,100MB"
 TRIALS = 20
 QUICK = {"ops": "all_reduce,all_gather,reduce_scatter", "sizes": "8,4KiB,1MB,16MB", "trials": 10}
 COPY_LIMIT_FROM_BYTES = 1_000_000  # below it, memory is not what limits
+CHECKED_TO_BYTES = 100_000  # above it, a comparison of calls is lost in the time of the data
 _RANK_BYTES = 350 * 10**6  # a process with torch in it
 _BUFFERS = 5  # of S: in, out, a group's own result, the back end's, the copy
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of making a call. via: "group", "torch", or "copy" (the copy limit)."""
+    """One way of making a call. via: "group", "torch", "checked" (a group whose ranks compare each call
+    first), or "copy" (the copy limit)."""
 
     backend: str
     via: str
@@ -48,7 +50,7 @@ class Plan:
     algorithms: tuple[str, ...] = ()
     dtype: str = "fp32"
     trials: int = TRIALS
-    vias: tuple[str, ...] = ("group", "torch")
+    vias: tuple[str, ...] = ("group", "torch", "checked")
     matrix: bool = True
     with_machine: bool = False
     algorithm_ops: dict[str, tuple[str, ...]] = field(default_factory=dict)  # algorithm -> the operations it can do
@@ -68,6 +70,8 @@ class Plan:
         found = []
         for backend in backends:
             vias = [via for via in self.vias if backend != "threads" or via == "group"]
+            if num_bytes > CHECKED_TO_BYTES and "checked" in vias:
+                vias.remove("checked")
             found += [Variant(backend, via) for via in vias]
             found += [Variant(backend, "group", name) for name in self.algorithms if op in self.algorithm_ops[name]]
         if op == "all_reduce" and num_bytes >= COPY_LIMIT_FROM_BYTES and set(backends) & {"gloo", "shm"}:

@@ -100,7 +100,8 @@ def _call(variant: Variant, sides: dict[str, Side], buffers: dict[torch.device, 
     side = sides[variant.backend]
     if variant.via == "torch":
         return calls.by_torch(side.torch_group, buffers[side.device])
-    return calls.by_group(side.group, buffers[side.device], variant.algorithm)
+    group = side.checked if variant.via == "checked" and side.checked is not None else side.group
+    return calls.by_group(group, buffers[side.device], variant.algorithm)
 
 
 def _events(

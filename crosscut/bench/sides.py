@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from crosscut.comm.checked.backend import CheckedGroup
+from crosscut.comm.checked.checker import Checker
 from crosscut.comm.context import Context
 from crosscut.comm.group import Group
 from crosscut.comm.handle import Pending
@@ -19,12 +21,14 @@ TIMEOUT_S = 300.0
 
 @dataclass
 class Side:
-    """One back end: crosscut's group over it, and torch's (None for threads, which torch does not know)."""
+    """One back end: crosscut's group over it, torch's (None for threads, which torch does not know), and crosscut's in
+    checked mode (None for threads, which always compare)."""
 
     backend: str
     group: Group
     torch_group: Any
     device: torch.device
+    checked: Group | None = None
 
 
 class Sides:
@@ -41,6 +45,7 @@ class Sides:
             if backend == "shm":
                 start = side.group  # the ranks leave its barrier microseconds apart, Gloo's a millisecond
         self._start = start
+        self._checker = self._check(ctx) if ctx.backend != "threads" else None
         self._cuda = any(side.device.type == "cuda" for side in self.all)
 
     def _open(self, ctx: Context, backend: str) -> Side:
@@ -65,16 +70,29 @@ class Sides:
             made = dist.new_group(list(ranks), backend="nccl", timeout=timeout, device_id=device)
             transport = TorchGroup(TorchWorld("nccl", device, TIMEOUT_S, owns=False), made, ranks)
         self._made.append(made)
-        group = Group(
+        return Side(backend, self._group(ctx, transport, device), made, device)
+
+    def _check(self, ctx: Context) -> Checker:
+        """A second group over each transport, which compares the ranks' calls."""
+        store = dist.distributed_c10d._get_default_store()
+        checker = Checker(store, ctx.rank, ctx.world_size, TIMEOUT_S)
+        for side in self.all:
+            room = checker.room(side.backend, "world", side.group.ranks)
+            transport: Any = CheckedGroup(side.group._transport(), room)
+            side.checked = self._group(ctx, transport, side.device)
+        return checker
+
+    @staticmethod
+    def _group(ctx: Context, transport: Any, device: torch.device) -> Group:
+        return Group(
             transport,
             label="world",
-            ranks=ranks,
+            ranks=tuple(range(ctx.world_size)),
             global_rank=ctx.rank,
             device=device,
             ledger=ctx.ledger,
             pending=Pending(),
         )
-        return Side(backend, group, made, device)
 
     def start(self) -> None:
         """All ranks leave this together."""
@@ -88,5 +106,7 @@ class Sides:
 
     def close(self) -> None:
         """Destroy what was made here."""
+        if self._checker is not None:
+            self._checker.close(failed=False)
         for made in reversed(self._made):
             dist.destroy_process_group(made)

@@ -64,7 +64,7 @@ def test_gloo_and_shm_in_the_same_processes(tmp_path, capsys):
     assert [(row["backend"], row["via"], row["algorithm"]) for row in rows] == [
         (backend, via, algorithm)
         for backend in ("gloo", "shm")
-        for via, algorithm in (("group", ""), ("torch", ""), ("group", "ring"))
+        for via, algorithm in (("group", ""), ("torch", ""), ("checked", ""), ("group", "ring"))
     ]
     assert all(row["correct"] for row in out["rows"])
     ratios = out["ratios"]["rows"]
