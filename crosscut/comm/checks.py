@@ -76,10 +76,11 @@ def parts(where: str, value: Sequence[torch.Tensor] | None, out: torch.Tensor, s
 
 def out(where: str, value: torch.Tensor, x: torch.Tensor, shape: Sequence[int], dim: int = 0) -> None:
     """Memory for a result of that shape, along dim 0, of a call on `x`."""
-    tensor(f"{where}, out", value, x.device)
+    if type(value) is not torch.Tensor or value.device != x.device:
+        tensor(f"{where}, out", value, x.device)
     if dim:
         raise ValueError(f"{where}: out= beside dim={dim}; use dim=0, or leave out= away for a new tensor")
-    if value.dtype != x.dtype or tuple(value.shape) != tuple(shape):
+    if value.dtype != x.dtype or value.shape != shape:
         raise ValueError(
             f"{where}: out is {dtype_name(value.dtype)} {tuple(value.shape)}, the result {dtype_name(x.dtype)} "
             f"{tuple(shape)}; make them equal"
@@ -87,8 +88,8 @@ def out(where: str, value: torch.Tensor, x: torch.Tensor, shape: Sequence[int], 
     if not value.is_contiguous() or value.requires_grad:
         what = "is not contiguous" if not value.requires_grad else "requires grad"
         raise ValueError(f"{where}: out {what}; pass memory of its own: torch.empty({tuple(shape)}, dtype=...)")
-    begin, end = value.data_ptr(), value.data_ptr() + value.nbytes
-    if x.nbytes and begin < x.data_ptr() + x.nbytes and x.data_ptr() < end:
+    begin, source = value.data_ptr(), x.data_ptr()
+    if begin < source + x.nbytes and source < begin + value.nbytes:
         raise ValueError(f"{where}: out overlaps x; pass other memory")
 
 

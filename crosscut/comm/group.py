@@ -86,24 +86,26 @@ class Group(GroupBase):
     ) -> Result:
         """The reduction of all ranks' `x`, of which rank r gets the r-th of `size` equal pieces along `dim`."""
         self._check("reduce_scatter", x, op=op)
-        if dim or not x.dim() or x.shape[0] % len(self.ranks):
+        size, whole = len(self.ranks), x.shape  # looked up once: a short call is made of little else
+        if dim or not whole or whole[0] % size:
             dim = checks.dim(f"reduce_scatter over {self.label}", x, dim)
-            checks.divides(f"reduce_scatter over {self.label}", x, dim, self.size)
+            checks.divides(f"reduce_scatter over {self.label}", x, dim, size)
+        shape = (whole[0] // size, *whole[1:])
         if out is not None:
-            checks.out(f"reduce_scatter over {self.label}", out, x, (x.shape[0] // self.size, *x.shape[1:]), dim)
+            checks.out(f"reduce_scatter over {self.label}", out, x, shape, dim)
         backend = self._backend
         if backend is None:
             return self._now(new_copy(x) if out is None else copy_back(out, flat(x)), async_op)
-        call = self._call("reduce_scatter", x, tag, kind, x.nbytes, reduce_op=op, dim=dim)
-        if self._short is not None and not async_op and not dim and x.nbytes <= SHORT_BYTES:
-            piece = x.new_empty((x.shape[0] // len(self.ranks), *x.shape[1:])) if out is None else out
+        num_bytes = x.nbytes
+        call = self._call("reduce_scatter", x, tag, kind, num_bytes, reduce_op=op, dim=dim)
+        if self._short is not None and not async_op and not dim and num_bytes <= SHORT_BYTES:
+            piece = x.new_empty(shape) if out is None else out
             if self._short.reduce_scatter(piece, x, op, call):
                 return piece
         # The pieces must be contiguous one after another: bring the cut dim to the front of each piece.
-        if dim == 0:
-            pieces, shape = x, (x.shape[0] // self.size, *x.shape[1:])
-        else:
-            pieces = x.detach().unflatten(dim, (self.size, x.shape[dim] // self.size)).movedim(dim, 0)
+        pieces = x
+        if dim:
+            pieces = x.detach().unflatten(dim, (size, whole[dim] // size)).movedim(dim, 0)
             shape = tuple(pieces.shape[1:])
         guarded = async_op and backend.guards
         wire = to_wire(pieces, widen=backend.reduces_in_fp32, copy=guarded)
