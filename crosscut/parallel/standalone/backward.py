@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 
@@ -20,12 +21,14 @@ def at_end_of_backward(fn: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(fn)
 
 
-def tensors_with_grad(value: Any) -> Iterator[Tensor]:
-    """The tensors within any nested value that a backward may come through."""
-    yield from (x for x in tree_leaves(value) if isinstance(x, Tensor) and x.requires_grad)
+def when_backward_reaches(output: Any, fn: Callable[[], None], but_not: Any = ()) -> bool:
+    """Call `fn` as soon as a backward has the gradient of any tensor within `output`, whatever its nesting; once a
+    backward. Returns whether there is one.
 
-
-def when_backward_reaches(output: Any, fn: Callable[[], None]) -> None:
-    """Call `fn` as soon as a backward has the gradient of any tensor in `output`."""
-    for x in tensors_with_grad(output):
-        x.register_hook(lambda grad: fn())
+    but_not: tensors that say nothing of the module, such as inputs that it hands on.
+    """
+    others = {id(x) for x in tree_leaves(but_not)}
+    found = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad and id(x) not in others]
+    if found:
+        register_multi_grad_hook(found, lambda grad: fn(), mode="any")
+    return bool(found)

@@ -124,10 +124,14 @@ class AverageReducer(BucketReducer):
         """A backward runs: its gradients are complete when they arrive, and at its end all buckets are."""
         if self._sync() and not self._armed and self.buckets:
             self.last_backward()
-            self._absent.clear()
-            for bucket in self.buckets:
-                bucket.marks.fill_(1)
             at_end_of_backward(self.finish)
+
+    def last_backward(self) -> None:
+        """Every gradient is still to come."""
+        super().last_backward()
+        self._absent.clear()
+        for bucket in self.buckets:
+            bucket.marks.fill_(1)
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from crosscut.comm.group import Group
+from crosscut.parallel.shard import collect, spread
 from crosscut.parallel.standalone.elementwise import require_elementwise
 from crosscut.parallel.standalone.ranks import Ranks, check_same, copy_from_first, describe, join, owner
 
@@ -43,8 +44,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     `add_param_group` and `state_dict`: every rank calls them. The parameters become rank 0's.
 
     `step` averages the gradients itself. Gradients that are equal on all ranks already (after `data_parallel`, say)
-    come out unchanged, since the average of equal numbers is that number: nothing is divided twice. What looks at
-    gradients before the step, such as clip_grad_norm_ or a GradScaler, needs them averaged before: use data_parallel.
+    come out unchanged (but for rounding, where the number of ranks is no power of two), since the average of equal
+    numbers is that number: nothing is divided twice. What looks at gradients before the step, such as clip_grad_norm_
+    or a GradScaler, needs them averaged before: use data_parallel.
     A parameter whose gradient is None on every rank is left alone; None on some ranks counts as zeros.
 
     Otherwise an optimizer like any other: param_groups are its own (schedulers change them), `step` takes a closure,
@@ -95,10 +97,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         _one_ahead(buckets, _Bucket.reduce_gradients, _Bucket.hand_out_gradients)
         self.inner.step()
         _one_ahead(buckets, _Bucket.gather_parameters, _Bucket.write_parameters)
-        for part, state in ((p, self.inner.state[p.local]) for parts in self._parts for p in parts):
+        for part in (part for parts in self._parts for part in parts):
             part.local.grad = None
-            if state:
-                self.state[part.param] = state  # for whoever looks: this rank's part of it
+        self._show_state()
         return loss
 
     @torch.no_grad()
@@ -125,9 +126,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             group.update({key: value for key, value in inner.items() if key not in ("params", "param_names")})
         self.state.clear()
-        for part in parts.values():
-            if self.inner.state.get(part.local):
-                self.state[part.param] = self.inner.state[part.local]
+        self._show_state()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -136,9 +135,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update({key: value for key, value in group.items() if key not in ("params", "param_names")})
 
+    def _show_state(self) -> None:
+        """`state`, by the whole parameters: this rank's part of it, for whoever looks."""
+        for part in (part for parts in self._parts for part in parts):
+            if self.inner.state.get(part.local):
+                self.state[part.param] = self.inner.state[part.local]
+
     def _part(self, name: str, p: nn.Parameter) -> _Part:
         if p.dim() == 0:
             return _Part(name, p, 1, nn.Parameter(p.detach()))
+        if 1 + sum((n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True)) != p.numel() > 0:
+            raise ValueError(f"ShardedOptimizer: {name!r} has gaps in memory (strides {p.stride()}); .contiguous()")
         width = -(-p.numel() // self.group.size)
         start = min(self.group.rank * width, p.numel())
         return _Part(name, p, width, nn.Parameter(_flat(p, p)[start : min(start + width, p.numel())]))
@@ -191,15 +198,22 @@ class _Bucket:
     def reduce_gradients(self) -> None:
         """Start to average: row r of the result is rank r's."""
         first, size = self.parts[0].param, self.group.size
-        rows = first.new_zeros(size, sum(self.widths) + len(self.parts))
+        rows = first.new_empty(size, sum(self.widths) + len(self.parts))
         *columns, marks = rows.split([*self.widths, len(self.parts)], dim=1)
         given = [part.param.grad is not None for part in self.parts]
         marks.copy_(torch.tensor(given, device=first.device))
         for part, column in zip(self.parts, columns, strict=True):
-            if part.param.grad is not None:
-                if part.param.grad.layout != torch.strided:
-                    raise ValueError(f"ShardedOptimizer: the gradient of {part.name!r} is sparse; use sparse=False")
-                _fill(column, part.param, part.param.grad)
+            grad = part.param.grad
+            if part.local.untyped_storage().data_ptr() != part.param.untyped_storage().data_ptr():
+                raise ValueError(
+                    f"ShardedOptimizer: {part.name!r} was moved or converted since; make the optimizer after that"
+                )
+            if grad is not None and grad.layout != torch.strided:
+                raise ValueError(f"ShardedOptimizer: the gradient of {part.name!r} is sparse; use sparse=False")
+            if grad is not None and grad.dim() == 0:
+                column.fill_(grad)  # every rank updates it
+            else:
+                spread(None if grad is None else _flat(grad, part.param), column)
         self.handle = self.group.reduce_scatter(rows, op="avg", async_op=True, tag="gradients/step")
 
     def hand_out_gradients(self) -> None:
@@ -224,7 +238,7 @@ class _Bucket:
         if self.used and self.group.size > 1:
             rows = self.handle.wait().view(self.group.size, -1)
             for part, column in zip(self.used, rows.split([part.width for part in self.used], dim=1), strict=True):
-                _read(column, part.param)
+                collect(column[:1] if part.param.dim() == 0 else column, _flat(part.param, part.param))
 
 
 def _flat(x: Tensor, like: Tensor) -> Tensor:
@@ -235,30 +249,6 @@ def _flat(x: Tensor, like: Tensor) -> Tensor:
     if x.stride() != like.stride():
         x = torch.empty_strided(like.shape, like.stride(), dtype=x.dtype, device=x.device).copy_(x)
     return x.as_strided((x.numel(),), (1,))
-
-
-def _fill(column: Tensor, p: Tensor, grad: Tensor) -> None:
-    """Lay a gradient out over the ranks' rows, the rest zeros; a 0-d one into every row."""
-    if p.dim() == 0:
-        column.copy_(grad.expand_as(column))
-        return
-    flat, width = _flat(grad, p), column.size(1)
-    full = flat.numel() // width if width else 0
-    column[:full] = flat[: full * width].view(full, width)
-    if full < column.size(0):
-        column[full, : flat.numel() - full * width] = flat[full * width :]
-
-
-def _read(column: Tensor, p: Tensor) -> None:
-    """The other way round."""
-    flat, width = _flat(p, p), column.size(1)
-    if p.dim() == 0:
-        flat.copy_(column[0])
-        return
-    full = flat.numel() // width if width else 0
-    flat[: full * width].view(full, width).copy_(column[:full])
-    if full < column.size(0):
-        flat[full * width :] = column[full, : flat.numel() - full * width]
 
 
 def _one_ahead(buckets: list[_Bucket], start: Callable[[_Bucket], None], end: Callable[[_Bucket], None]) -> None:
