@@ -2,6 +2,7 @@
 # make train   the main job: train the default model on real text          (ARGS="--mesh tp=2" adds flags)
 # make test    the test suite                                              (ARGS="-k pipeline" adds flags)
 # make check   lint, formatting, types
+# make benchmarks   measure the collectives and write docs/benchmarks.md: ten minutes, on a machine at rest
 
 PYTHON ?= python3
 VENV   := .venv
@@ -9,7 +10,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
 
-.PHONY: setup train test check format clean
+.PHONY: setup train test check format clean benchmarks
 
 setup: $(STAMP)
 
@@ -30,6 +31,9 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+benchmarks: $(STAMP)
+	$(BIN)/python benchmarks/publish.py $(ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix-only --quiet .

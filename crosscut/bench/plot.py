@@ -32,8 +32,12 @@ def page(measured: Measured) -> str:
     from plotly.subplots import make_subplots
 
     ops = [op for op in measured.plan.ops if any(row["op"] == op for row in measured.rows)]
+    height = 340 * max(1, len(ops)) + 120
     figure = make_subplots(
-        rows=max(1, len(ops)), cols=2, subplot_titles=[f"{op}: {what}" for op in ops for what in ("time", "busbw")]
+        rows=max(1, len(ops)),
+        cols=2,
+        vertical_spacing=100 / height,  # room for the label below a panel and the title above the next
+        subplot_titles=[f"{op}: {what}" for op in ops for what in ("time", "busbw")],
     )
     lines: dict[tuple[str, str, str], dict[str, list[dict[str, Any]]]] = {}
     for row in measured.rows:
@@ -60,12 +64,12 @@ def page(measured: Measured) -> str:
                 )
                 first = False
     figure.update_xaxes(type="log", title_text="S, bytes")
-    figure.update_yaxes(type="log", title_text="us (median)", col=1)
+    figure.update_yaxes(type="log", dtick=1, title_text="us (median)", col=1)
     figure.update_yaxes(title_text="GB/s", rangemode="tozero", col=2)
     plan = measured.plan
     figure.update_layout(
         title=f"crosscut bench collectives: {plan.world_size} ranks of 1 thread, {plan.dtype}, {plan.trials} trials",
         template="plotly_white",
-        height=340 * max(1, len(ops)) + 120,
+        height=height,
     )
     return str(figure.to_html(include_plotlyjs=True, full_html=True))
