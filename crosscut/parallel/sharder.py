@@ -8,7 +8,7 @@ of its gradients runs beside the backward of the blocks before it.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +64,7 @@ class Sharder:
         self._at: Block | None = None  # the block that began last, in the pass at hand
         self._current: Block | None = None  # the block whose backward runs
         self._uses: Counter[Block] = Counter()  # of each block, in the forward at hand, that backward must go through
-        self._in_flight: deque[tuple[Unit, bool]] = deque()  # reductions under way, and whether they are the last
+        self._in_flight: tuple[Unit, bool] | None = None  # whose reduction is under way, and whether it is the last
         for block in [*self.blocks, rest]:
             if block.module is not None:
                 self._watch(block, block.module)
@@ -114,12 +114,12 @@ class Sharder:
         if self._at is not None and self._at.next_backward is None:
             self._at.next_backward = block
         self._at = block
-        _gather(block, block.next_backward, BACKWARD)
         uses[block] -= 1
         if block is not self.rest:  # whose backward goes on to the end
             before, self._current = self._current, block
             if before is not None and not uses[before]:
                 self._done(before)
+        _gather(block, block.next_backward, BACKWARD)
 
     def _done(self, block: Block) -> None:
         """The backward of a block is over."""
@@ -148,14 +148,15 @@ class Sharder:
     def _reduce(self, block: Block) -> None:
         for unit in block.units:
             if unit.requires_grad:
-                unit.finish_reduce()  # of the micro-batch before
+                self._settle()
                 unit.start_reduce(GRADIENTS)
-                self._settle(keep=1)  # so that the gradients of few units are in flight at a time
-                self._in_flight.append((unit, self._last))
+                self._in_flight = unit, self._last
 
-    def _settle(self, keep: int) -> None:
-        while len(self._in_flight) > keep:
-            unit, last = self._in_flight.popleft()
+    def _settle(self) -> None:
+        """Wait for the reduction under way. One at a time: it had the backward of a block to run beside, and more
+        would hold more whole gradients."""
+        if self._in_flight is not None:
+            (unit, last), self._in_flight = self._in_flight, None
             unit.finish_reduce()
             if last:
                 unit.start_sums(GRADIENTS)
@@ -168,7 +169,7 @@ class Sharder:
         while self._reduced < backwards:
             self._last = self._last or self._reduced == backwards - 1
             self._end_backward()
-        self._settle(keep=0)
+        self._settle()
         for unit in self.units:
             unit.finish_sums()
         self._reduced, self._last = 0, False
@@ -212,13 +213,13 @@ class Sharder:
 
 
 def _gather(block: Block, following: Block | None, tag: str) -> None:
-    """All of a block's units, while those of the following one begin."""
+    """Make a block's units whole, and begin with those of the following one."""
     for unit in block.units:
-        unit.start_gather(tag)
-    for unit in following.units if following is not None else ():
         unit.start_gather(tag)
     for unit in block.units:
         unit.gather(tag)
+    for unit in following.units if following is not None else ():
+        unit.start_gather(tag)
 
 
 def _release(block: Block) -> None:
