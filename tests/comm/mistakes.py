@@ -1,7 +1,7 @@
 """What ranks get wrong, as one table: each row through a `Group` and through stock torch.distributed.
 
-`python mistakes.py`: run every row on bare Gloo, on Gloo with torch's own checks (TORCH_DISTRIBUTED_DEBUG=DETAIL) and
-under `crosscut.checked()`, and print the table of docs/checked.md.
+`python mistakes.py [ROW]`: run every row (or one) on bare Gloo, on Gloo with torch's own checks
+(TORCH_DISTRIBUTED_DEBUG=DETAIL) and under `crosscut.checked()`, and print the table of docs/checked.md.
 """
 
 import contextlib
@@ -284,18 +284,18 @@ def _words(ends):
     return "connection error, no diagnosis"
 
 
-def table():
+def table(names):
     """The rows of docs/checked.md."""
     yield f"Measured with torch {torch.__version__.split('+')[0]}, Gloo, 2 ranks."
     yield ""
     yield "| mistake | torch | torch, TORCH_DISTRIBUTED_DEBUG=DETAIL | crosscut.checked() |"
     yield "|---|---|---|---|"
-    for name in [*ROWS, NOBODY, *STRIDED]:
+    for name in names or [*ROWS, NOBODY, *STRIDED]:
         shown = f"{name} of a strided view" if name in STRIDED else name
         yield f"| {shown} | " + " | ".join(_words(meet(mode, name)) for mode in MODES) + " |"
 
 
 if __name__ == "__main__":
-    for line in table():
+    for line in table(sys.argv[1:]):
         print(line)
         sys.stdout.flush()

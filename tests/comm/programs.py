@@ -63,7 +63,8 @@ def _spread(rng, steps):
 
 
 def value(event, rank):
-    return torch.arange(5.0) + 100 * event + rank
+    """Every seventh is too large to leave without its receiver."""
+    return torch.arange(700_000.0 if event % 7 == 3 else 5.0) + 100 * event + rank
 
 
 def run(ctx, seeds):

@@ -12,6 +12,7 @@ from comm import mistakes, programs
 from crosscut.comm import MismatchError, PeerError, RankError, spawn
 from crosscut.comm.backends.matching import Order, check_message, check_same
 from crosscut.comm.call import END, Call
+from crosscut.comm.checked.checker import Checker
 from crosscut.comm.checked.room import decode, encode
 from crosscut.comm.checked.switch import why_checked
 
@@ -130,7 +131,7 @@ def test_swaps_far_apart_or_of_different_calls_or_tagged_are_not_looked_for():
 def test_a_call_survives_the_way_to_another_rank():
     one = Call("all_to_all", "dp", "moe", "step", "a.py:3", 5, (4, 2), "bfloat16", None, None, 1, (1, 3), (2, 2), None)
     assert decode(encode(one), 5) == one._replace(kind="")
-    several = call(shape=((2, 3), (4,)))
+    several = call(shape=((2, 3), (3_000_000_000,)))
     assert decode(encode(several), 7).key() == several.key()
 
 
@@ -311,6 +312,32 @@ def test_a_peer_that_ended_is_named(pool, backend):
     with pytest.raises(RankError, match=r"rank 1 of 3 .*exit code 3") as error:
         pool.run(dies, world_size=3, backend=backend)
     assert not any("AssertionError" in line or "Failed" in line for line in error.value.folded.values())
+
+
+class Slow:
+    """A call that never ends."""
+
+    def done(self):
+        return False
+
+
+def test_a_call_is_not_waited_for_blindly_while_another_is_to_be_started():
+    """Another rank may need the other call before it starts this one."""
+    checker = Checker(torch.distributed.HashStore(), 0, 2, 20.0)
+    with checker.lock:
+        room, other = checker.room("a", "a", (0, 1)), checker.room("b", "b", (0, 1))
+        ticket = room.collective(call(), Slow)
+        assert not checker._over(ticket, False)
+        ticket.start()
+        room.queue.clear()
+        assert checker._over(ticket, False)
+        other.collective(call(), Slow)
+        assert not checker._over(ticket, False)
+        other.queue.clear()
+        other.receive(call("recv", peer=1), lambda source: Slow(), 1)
+        assert not checker._over(ticket, False)
+        assert checker._over(ticket, True)
+    checker.close(failed=False)
 
 
 # -- right programs ----------------------------------------------------------------------------------------------------

@@ -1,5 +1,10 @@
 """`crosscut.checked()`: stock programs give the same values, and their mistakes are errors on every rank."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -279,3 +284,28 @@ def test_an_observer_sees_calls_and_their_ends(on):
             ("close", "pair"),
             ("close", "world"),
         ]
+
+
+# -- the table in the docs ---------------------------------------------------------------------------------------------
+
+
+def test_the_docs_hold_every_mistake():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "checked.md").read_text()
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ") and line.count(" | ") == 3]
+    shown = {row[0].removeprefix("| "): row[3] for row in rows}
+    for name in (*mistakes.ROWS, mistakes.NOBODY, *(f"{name} of a strided view" for name in mistakes.STRIDED)):
+        kind = "ValueError" if "strided" in name else "StuckError" if name == mistakes.NOBODY else "MismatchError"
+        assert kind in shown[name], name
+
+
+def test_the_table_is_measured():
+    """One row, as the helper measures it."""
+    name = "SUM on one rank, MAX on the other"
+    paths = os.pathsep.join([str(Path(mistakes.__file__).parents[1]), *filter(None, sys.path)])
+    command = [sys.executable, mistakes.__file__, name]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=100, check=True
+    )
+    _, plain, detail, checked = done.stdout.splitlines()[-1].strip("| ").split(" | ")
+    assert plain == detail == "silent (rank 0: [3.0, 3.0, 2.0]; rank 1: [3.0, 3.0, 2.0])"
+    assert checked == "**MismatchError on both ranks**"

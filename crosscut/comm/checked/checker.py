@@ -19,6 +19,7 @@ from crosscut.comm.checked.room import ASK, CALL, MAIL, TOLD, Room, decode
 from crosscut.comm.checked.ticket import NoData, Ticket
 from crosscut.comm.errors import CommError, PeerError, StuckError, ranks_text
 
+_SPIN_S = 200e-6  # a rank that is a little late is waited for awake, giving the core away between looks
 _SLEEP_S = 0.02  # what others say wakes a rank; their end and the time-out are looked for this often
 _POLL_S = 0.001  # while a call is under way whose end wakes nobody
 _LOOK_S = 0.2  # after which one looks whether those who do not come are alive
@@ -35,7 +36,7 @@ class Checker:
         self._rooms: dict[int, Room] = {}
         self._early: dict[int, list[Frame]] = {}  # for groups that this rank has not made yet
         self._under_way: list[Ticket] = []  # started and perhaps not done: some move only when they are asked
-        self._last: dict[int, tuple[int, str | Frame]] = {}  # by rank: its count of calls, and the last that is known
+        self._last: dict[int, tuple[int, Call | Frame]] = {}  # by rank: its count of calls, and the last that is known
         self._waiting: dict[int, Ticket] = {}  # by thread
         self._told: dict[int, dict[str, Any]] = {}
 
@@ -59,12 +60,12 @@ class Checker:
         """This rank makes a call."""
         if call.op != END:
             self.post.calls += 1
-            self._last[self.rank] = (self.post.calls, call.where())
+            self._last[self.rank] = (self.post.calls, call)
 
     def led(self, rank: int, calls: int, call: Call) -> None:
         """The leader of a group had made this call, its own so many'th."""
-        if call.op != END and calls >= self._last.get(rank, (0, ""))[0]:
-            self._last[rank] = (calls, call.where())
+        if call.op != END and (rank not in self._last or calls >= self._last[rank][0]):
+            self._last[rank] = (calls, call)
 
     def started(self, ticket: Ticket) -> None:
         """A call is under way."""
@@ -122,8 +123,11 @@ class Checker:
                     if self._over(ticket, waited > timeout_s):
                         break
                     limit = _POLL_S if self._under_way or ticket.work is not None else _SLEEP_S
-                pause = min(limit, pause + 20e-6)
-                self.post.sleep(pause)
+                if waited < _SPIN_S:
+                    time.sleep(0)
+                else:
+                    pause = min(limit, pause + 20e-6)
+                    self.post.sleep(pause)
         finally:
             self._waiting.pop(me, None)
         ticket.work.wait()
@@ -203,10 +207,12 @@ class Checker:
 
     def _known(self, rank: int) -> tuple[int, str]:
         """The last call that a rank is known here to have made: its count, and the call."""
-        count, known = self._last.get(rank, (0, ""))
+        if rank not in self._last:
+            return 0, ""
+        count, known = self._last[rank]
         if isinstance(known, Frame):
-            known = decode(known.payload.partition(b"\n")[2] or known.payload, known.number).where()
-        return count, known
+            known = decode(known.payload.partition(b"\n")[2] or known.payload, known.number)
+        return count, known.where()
 
     def _answer(self, frame: Frame) -> None:
         """Say where this rank is: in which call it waits, whether it is the one that is asked about."""
