@@ -76,6 +76,11 @@ class Handle(Generic[T]):
             self._work, self._guards = None, ()
         return self._result  # type: ignore[return-value]  # set by finish(); T may itself be None
 
+    def forget(self) -> None:
+        """Say that nobody will wait: an error ended what the call was for. It goes on; its peers count on it."""
+        if self._pending is not None:
+            self._pending.discard(self._key)
+
     def done(self) -> bool:
         """Whether `wait()` would return at once."""
         return self._finish is None or self._work is None or self._work.done()

@@ -137,7 +137,7 @@ class DistributedModel:
         self._sharder.publish()
         for p, before in earlier:
             p.grad = before if p.grad is None else p.grad.add_(before)
-        return output
+        return output()
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> StepOutput:
@@ -147,7 +147,7 @@ class DistributedModel:
         try:
             with self.ctx.ledger.control():
                 schedule = add_communication(forward_only(self.layout.mesh.size("pp"), len(batch.micro)))
-                return self._run(batch, schedule[self.stage.index], "control")
+                return self._run(batch, schedule[self.stage.index], "control")()
         finally:
             self.module.train(training)
 
@@ -258,16 +258,20 @@ class DistributedModel:
         ]
         return BucketReducer(owed, bucket_bytes) if bucket_bytes else NaiveReducer(owed)
 
-    def _run(self, batch: Batch, actions: Sequence[Action], kind: str) -> StepOutput:
+    def _run(self, batch: Batch, actions: Sequence[Action], kind: str) -> Callable[[], StepOutput]:
+        """Do the actions. What is returned gives the output: it waits for the loss of all ranks, which is on its way
+        while gradients still are."""
         ctx = self.ctx
         self._sharder.release()  # also what an error left behind
         self._size_plan(batch.micro)
         micro = tuple(self._own_labels(m) for m in batch.micro)
-        labels = ctx.group(self.plan.loss.label_axes)
+        labels, pp = ctx.group(self.plan.loss.label_axes), ctx.group("pp")
         counts = [m.num_terms for m in micro]
         total = torch.tensor(sum(counts), dtype=torch.int64, device=ctx.device)
-        num_tokens = int(labels.all_reduce(total, tag="loss/step", kind=kind))
         losses = torch.zeros((), dtype=self._scalar_dtype, device=ctx.device)
+        # The number of tokens is needed after the first forward, and travels beside it.
+        pending = [labels.all_reduce(total, async_op=True, tag="loss/step", kind=kind)]
+        left = set(range(len(micro)))  # whose loss is not in the sum yet
 
         def forward(m: int, received: Tensor | None) -> Tensor:
             with self._contract():
@@ -277,21 +281,31 @@ class DistributedModel:
                 self._sharder.after_forward(self._sharder.rest, output)
             if not self.stage.is_last:
                 return output
-            loss = self._loss(output, micro[m].labels) * (counts[m] / max(num_tokens, 1))
+            loss = self._loss(output, micro[m].labels) * (counts[m] / max(int(pending[0].wait()), 1))
             losses.add_(loss.detach())
+            left.discard(m)
+            if not left:
+                pending.append(labels.all_reduce(losses, async_op=True, tag="loss/step", kind=kind))
             return loss
 
         def last_backward() -> None:
             self._reducer.last_backward()
             self._sharder.last_backward()
 
+        def output() -> StepOutput:
+            for handle in pending:
+                handle.wait()
+            pp.broadcast(losses, src=pp.size - 1, tag="loss/step", kind=kind)
+            return StepOutput(float(losses), int(total))
+
         work = StageWork(forward, lambda m: self._hidden(micro[m]), last_backward, _boundary_tag, self.stage.is_last)
-        StageRun(actions, work, [ctx.group("pp", channel=0), ctx.group("pp", channel=1)], kind).run()
-        if self.stage.is_last:
-            labels.all_reduce(losses, tag="loss/step", kind=kind)
-        pp = ctx.group("pp")
-        pp.broadcast(losses, src=pp.size - 1, tag="loss/step", kind=kind)
-        return StepOutput(float(losses), num_tokens)
+        try:
+            StageRun(actions, work, [ctx.group("pp", channel=0), ctx.group("pp", channel=1)], kind).run()
+        except BaseException:
+            for handle in pending:
+                handle.forget()
+            raise
+        return output
 
     def _own_labels(self, micro: MicroBatch) -> MicroBatch:
         """Where logits are cut along seq, the loss sees (and counts) the labels of its own part."""

@@ -159,3 +159,14 @@ def test_polling_lets_the_others_run():
     results = threads(body, world_size=3)
     assert [value for _, value in results] == [3.0] * 3
     assert results[0][0] <= 1
+
+
+def forgets(ctx):
+    """An error between a call and its wait: the call is given up, and the world closes cleanly."""
+    handle = ctx.world.all_reduce(torch.ones(3), async_op=True)
+    handle.forget()
+    return ctx.world.all_reduce(torch.tensor(1.0 + ctx.rank)).item()
+
+
+def test_a_call_that_is_given_up(run):
+    assert run(forgets, world_size=2) == [3.0, 3.0]
