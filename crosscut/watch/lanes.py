@@ -21,6 +21,7 @@ LaneKey = tuple[tuple[int, ...], int]  # ranks, channel
 MessageKey = tuple[LaneKey, int, int, int]  # lane, sender, receiver, tag
 Key = tuple[Any, ...]
 _AHEAD = 64  # how far behind a divergence is looked for what it was
+INIT = "the world to be"  # the lane of init_process_group
 _UNROOTED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 
 
@@ -170,6 +171,12 @@ class _Tellable:
         groups: dict[Key, list[int]] = defaultdict(list)
         for rank in self.ranks:
             groups[_full(self.by_seq[self.at][rank])].append(rank)
+        if len(groups) == 1:  # an exchange whose splits disagree
+            splits = {rank: self._splits(rank) for rank in self.ranks}
+            most, number = Counter(splits.values()).most_common(1)[0]
+            self.certain = number > len(self.ranks) - number
+            odd = [rank for rank in self.ranks if splits[rank] != most] or self.ranks[-1:]
+            return odd, [rank for rank in self.ranks if rank not in odd]
         usual = self.next.get(self.before, Counter()) if self.before is not None else Counter()
         known = [key for key in groups if usual[key]]
         sizes = sorted(len(members) for members in groups.values())
@@ -182,6 +189,11 @@ class _Tellable:
             best = _full(self.by_seq[self.at][self.ranks[0]])
         odd = sorted(rank for key, members in groups.items() if key != best for rank in members)
         return odd or [self.ranks[-1]], groups[best]
+
+    def _splits(self, rank: int) -> tuple[object, ...]:
+        """What a rank says of its exchange that another would say alike."""
+        call = self.by_seq[self.at][rank].call
+        return call.input_splits, call.output_splits
 
     def kind(self, odd: list[int], normal: list[int]) -> tuple[str, str]:
         """The verdict and the sentence."""

@@ -18,6 +18,7 @@ from crosscut.comm.call import Call
 from crosscut.comm.launched import launched
 from crosscut.comm.site import call_site
 from crosscut.watch.folder import path_of
+from crosscut.watch.lanes import INIT
 from crosscut.watch.recorder import HANG, RUN, Observer, Recorder, record_context
 from crosscut.watch.ring import process_start
 
@@ -117,7 +118,7 @@ def _replace_init(dist: Any) -> None:
         recorder = recorder_of(rank, size)
         assert recorder is not None
         _state["inits"] = number = _state.get("inits", 0) + 1
-        lane = recorder.ring.lane("the world to be", range(size), number)
+        lane = recorder.ring.lane(INIT, range(size), number)
         entry = recorder.enter(lane, Call("init_process_group", "", "", "control", call_site(), 1), 0)
         init(*args, **kwargs)
         recorder.ring.complete(entry)

@@ -12,6 +12,7 @@ import datetime
 import faulthandler
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -36,6 +37,8 @@ RUN = "CROSSCUT_WATCH_RUN"  # the run folder, for the ranks that a watched proce
 SET_UP_S = 600.0  # until the first call is done: building models, reading data, meeting the other ranks
 STACK_SIGNAL = signal.SIGRTMIN + 5 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2  # users have plans for the others
 HANG = 3
+_AROUND = ("runpy", f"crosscut{os.sep}watch{os.sep}")  # frames around the program
+_SOURCE = re.compile(r"\[[^\]]*\.(cc|cpp):\d+\]\s*")  # torch's errors begin with a line of its own source
 
 
 class Recorder:
@@ -92,10 +95,17 @@ class Recorder:
         """Write down the exception that ends this rank."""
         frames = traceback.extract_tb(error.__traceback__)
         outside = [frame for frame in frames if f"{os.sep}torch{os.sep}" not in frame.filename] or list(frames)
-        outside = [frame for frame in outside if "runpy" not in frame.filename] or outside
         site = f"{short_path(outside[-1].filename)}:{outside[-1].lineno}" if outside else ""
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        body = {"pid": os.getpid(), "line": one_line(error), "site": site, "time_s": time.time(), "traceback": text}
+        told = traceback.TracebackException.from_exception(error)
+        told.stack[:] = [frame for frame in told.stack if not any(part in frame.filename for part in _AROUND)]
+        text = "".join(told.format())
+        body = {
+            "pid": os.getpid(),
+            "line": _SOURCE.sub("", one_line(error)),
+            "site": site,
+            "time_s": time.time(),
+            "traceback": text,
+        }
         with contextlib.suppress(OSError):  # the disk may be full: then the ring has to do
             write_json(path_of(self.run, self.rank, "error"), {**body, "in_call": self.ring.inside()})
         code = error.code if isinstance(error, SystemExit) else 130 if isinstance(error, KeyboardInterrupt) else 1

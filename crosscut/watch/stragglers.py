@@ -14,10 +14,11 @@ from statistics import median
 
 from crosscut.comm.errors import ranks_text
 from crosscut.watch.facts import Verdict
-from crosscut.watch.lanes import Calls
+from crosscut.watch.lanes import INIT, Calls
 from crosscut.watch.reading import Record, Ring
 
 SLOWER = 0.15  # than its peers: a rank that needs 25% more stands out, the noise of a busy machine does not
+LEAST_S, OFTEN = 2e-3, 0.75  # by this much a step, and in this share of the steps
 MIN_STEPS, MIN_MESSAGES = 5, 20
 
 
@@ -32,7 +33,7 @@ def exposed_waits(rings: Mapping[int, Ring]) -> dict[tuple[int, str], float]:
     for by_seq in Calls.of(rings).collectives.values():
         for here in by_seq.values():
             lane = next(iter(here.values())).lane
-            if len(here) == len(lane.ranks) and all(record.completed for record in here.values()):
+            if lane.label != INIT and len(here) == len(lane.ranks) and all(r.completed for r in here.values()):
                 last = max(record.entered for record in here.values())
                 for rank, record in here.items():
                     out[rank, lane.label] += max(0, min(last, record.completed) - record.entered) / 1e9
@@ -66,8 +67,8 @@ def _slow_rank(rings: Mapping[int, Ring]) -> Verdict | None:
                 continue
             own = median(outside[rank][step] for step in steps)
             usual = max(median(outside[other][step] for step in steps) for other in others)
-            share = median(float(all(outside[rank][s] > outside[o][s] for o in others)) for s in steps)
-            if usual > 0 and own / usual - 1 >= SLOWER and share == 1.0:
+            slowest = sum(all(outside[rank][s] > outside[o][s] for o in others) for s in steps) / len(steps)
+            if usual > 0 and own / usual - 1 >= SLOWER and own - usual >= LEAST_S and slowest >= OFTEN:
                 found.append((own / usual - 1, rank, others, own, usual))
     if not found:
         return None

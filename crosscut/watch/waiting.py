@@ -13,6 +13,8 @@ from crosscut.watch.lanes import lane_key, text
 from crosscut.watch.reading import Record
 from crosscut.watch.ring import FINISHED, RUNNING
 
+_LATELY = 32  # calls before the hang that are looked at
+
 
 def waiting(case: Case) -> Verdict | None:
     """The verdict over ranks that wait, None if none does."""
@@ -42,8 +44,12 @@ def _missing(case: Case, roots: list[int], waits: Waits) -> Verdict:
 
 
 def _has_returned(case: Case, rank: int) -> bool:
-    fact = case.facts[rank]
-    return fact.ring is not None and (fact.ring.ended == FINISHED or (not fact.alive and fact.exit_code == 0))
+    fact = case.facts.get(rank)
+    return (
+        fact is not None
+        and fact.ring is not None
+        and (fact.ring.ended == FINISHED or (not fact.alive and fact.exit_code == 0))
+    )
 
 
 def _stands(case: Case, rank: int) -> str:
@@ -66,21 +72,20 @@ def _since(case: Case, rank: int) -> str:
 
 
 def _cycle(case: Case, waits: Waits) -> Verdict:
-    ring = _circle(waits)
-    odd = _unusual(case, ring, waits)
-    inside = [rank for rank in ring if rank not in odd] or ring[1:]
+    circle = _circle(waits)
+    odd = _unusual(case, circle, waits)
+    inside = [rank for rank in circle if rank not in odd] or circle[1:]
     first = min((waits[rank][0] for rank in inside), key=began)
-    sentence = case.waiting_sentence(first, waits)
-    parts = []
-    for rank in odd or [rank for rank in ring if rank in waits[inside[0]][1]][:1]:
+    parts = [case.waiting_sentence(first, {rank: wait for rank, wait in waits.items() if rank not in odd})]
+    for rank in odd or [rank for rank in circle if rank in waits[inside[0]][1]][:1]:
         record, absent = waits[rank]
         blocked = [other for other in absent if other in waits]
         parts.append(f"rank {rank} never came: it is in {text(record)}, which waits for {ranks_text(tuple(blocked))}")
-    if odd:
-        parts.append(f"the order differs on {ranks_text(tuple(odd))} since call #{waits[odd[0]][0].call.seq}")
-        verdict = "missing_call" if _leaves_out(case, waits[odd[0]][0], first) else "order"
-        return case.verdict(verdict, "; ".join([sentence, *parts]), odd, first, case.stacks(odd))
-    return case.verdict("waiting_cycle", "; ".join([sentence, *parts]), sorted(ring), first, case.all_waits(waits))
+    if not odd:
+        return case.verdict("waiting_cycle", "; ".join(parts), sorted(circle), first, case.all_waits(waits))
+    parts += [f"the order differs on rank {rank} since {text(since)}" for rank, since in odd.items()]
+    verdict = "missing_call" if any(_leaves_out(case, since, first) for since in odd.values()) else "order"
+    return case.verdict(verdict, "; ".join(parts), sorted(odd), first, case.stacks(sorted(odd)))
 
 
 def _program(case: Case, rank: int) -> list[tuple[str, ...]]:
@@ -89,24 +94,28 @@ def _program(case: Case, rank: int) -> list[tuple[str, ...]]:
     return [("start",), *((r.call.op, r.call.label, r.call.tag, r.call.site) for r in records)]
 
 
-def _unusual(case: Case, ring: list[int], waits: Waits) -> list[int]:
-    """Those of the circle whose present call does not follow as it did in earlier steps, or as on most ranks."""
-    usual: Counter[tuple[tuple[str, ...], tuple[str, ...]]] = Counter()
-    present = {}
-    for rank in case.rings:
-        program = _program(case, rank)
-        pairs = list(pairwise(program))
-        if rank in waits:
-            at = case.rings[rank].records.index(waits[rank][0])
-            present[rank], pairs = pairs[at], pairs[:at]
-        usual.update(pairs)
-    known = {rank: usual[present[rank]] > 0 for rank in ring}
-    if any(known.values()):
-        return [rank for rank in sorted(ring) if not known[rank]]
-    votes = Counter(present.values())  # the first step: what most ranks do is usual
-    most = max(votes[present[rank]] for rank in ring)
-    odd = [rank for rank in sorted(ring) if votes[present[rank]] < most]
-    return odd if len(odd) < most else []
+def _unusual(case: Case, circle: list[int], waits: Waits) -> dict[int, Record]:
+    """Those of the circle that have lately made a call which does not follow as it did in earlier steps, or as it does
+    on most ranks; and that call.
+    """
+    pairs = {rank: list(pairwise(_program(case, rank))) for rank in case.rings}
+    usual = Counter(pair for own in pairs.values() for pair in own)
+    out = {}
+    for rank in circle:
+        own, records = pairs[rank], case.rings[rank].records
+        repeated = next((index for index, pair in enumerate(own) if own.index(pair) < index), len(own))
+        lately = range(max(repeated, len(own) - _LATELY), len(own))  # what comes once before the loop is no matter
+        for index in lately:
+            if usual[own[index]] == 1:
+                out[rank] = records[index]
+                break
+    if out:
+        return out if len(out) < len(circle) else {}
+    present = {rank: pairs[rank][case.rings[rank].records.index(waits[rank][0])] for rank in circle}
+    most = max(usual[pair] for pair in present.values())  # the first step: what most ranks do is usual
+    odd = [rank for rank in circle if usual[present[rank]] < most]
+    alone = all(usual[present[rank]] == 1 for rank in odd) and len(odd) < len(circle)
+    return {rank: waits[rank][0] for rank in odd} if alone else {}
 
 
 def _leaves_out(case: Case, own: Record, theirs: Record) -> bool:

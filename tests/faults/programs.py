@@ -1,0 +1,210 @@
+"""The programs that faults are injected into: stock ones (DDP, FSDP2, by hand) and crosscut runs. Each is one rank.
+
+A program asks `inject(step)` once a step. Faults of a process happen there; faults of communication are returned by
+name, and the program makes the wrong call.
+"""
+
+import random
+import time
+
+import torch
+import torch.distributed as dist
+
+STEPS = 8
+
+
+class Small(torch.nn.Module):
+    """Two heads, so that one can be left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.one, self.two = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4), torch.nn.Linear(8, 4)
+
+    def forward(self, x, both=True):
+        hidden = torch.relu(self.body(x))
+        return self.one(hidden) + (self.two(hidden) if both else 0)
+
+
+def save(step, folder):
+    """What a run keeps: every second step, whole or not at all."""
+    if step % 2 and dist.get_rank() == 0:
+        (folder / "saved.partial").write_text(str(step + 1))
+        (folder / "saved.partial").replace(folder / "saved")
+
+
+def ddp(inject, folder):
+    model = torch.nn.parallel.DistributedDataParallel(Small())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        fault = inject(step)
+        if fault == "batches":
+            break
+        loss = model(torch.randn(4, 8), both=fault != "unused").square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        if fault == "op":
+            dist.all_reduce(total, dist.ReduceOp.MAX)
+        elif fault != "skip":
+            dist.all_reduce(total)
+        save(step, folder)
+    dist.barrier()
+
+
+def fsdp(inject, folder):
+    from torch.distributed.fsdp import fully_shard
+
+    model = Small()
+    for part in (model.body, model.one, model.two):
+        fully_shard(part)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        fault = inject(step)
+        if fault == "batches":
+            break
+        model(torch.randn(4, 8), both=fault != "branch").square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        save(step, folder)
+    dist.barrier()
+
+
+def hand(inject, folder):
+    """Every kind of collective, by hand."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for step in range(STEPS):
+        fault = inject(step)
+        if fault == "batches":
+            break
+        x = torch.arange(6.0) + rank
+        if fault != "skip":
+            dist.broadcast(torch.ones(3), src=1 if fault == "root" else 0)
+        if fault == "branch":
+            dist.broadcast(x, 0)
+        else:
+            shape = (9,) if fault == "shape" else (2, 3) if fault == "view" else (6,)
+            x = torch.ones(shape, dtype=torch.int32 if fault == "dtype" else torch.float32)
+            two = [
+                lambda x=x, fault=fault: dist.all_reduce(x, dist.ReduceOp.MAX if fault == "op" else dist.ReduceOp.SUM),
+                lambda step=step: dist.all_reduce(torch.ones(6) * step),
+            ]
+            for call in two[::-1] if fault == "swap" else two:
+                call()
+        if fault == "extra":
+            dist.all_reduce(torch.ones(1))
+        pieces = [torch.empty(4) for _ in range(size)]
+        dist.all_gather(pieces, torch.ones(4))
+        rows = [2] * size
+        if fault == "splits":
+            rows[0], rows[1] = 1, 3
+        dist.all_to_all_single(torch.empty(2 * size), torch.ones(2 * size), [2] * size, rows)
+        if fault == "seed" or (step > 2 and inject.has("seeds") and random.random() < 0.5):
+            dist.barrier()
+        optimizer.step()
+        save(step, folder)
+    dist.barrier()
+
+
+def messages(inject, folder):
+    """A pipeline by hand: activations forward, gradients back, then one all_reduce."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    for step in range(STEPS):
+        fault = inject(step)
+        if fault == "batches":
+            break
+        if fault == "early":  # the all_reduce before the messages
+            dist.all_reduce(torch.ones(2))
+        if rank > 0 and fault != "norecv":
+            dist.recv(torch.empty(5 if fault == "length" else 3, dtype=_of(fault)), rank - 1)
+        if rank < size - 1:
+            if fault != "nosend":
+                dist.send(torch.ones(3), rank + 1)
+            dist.recv(torch.empty(4), rank + 1)
+        if rank > 0:
+            dist.send(torch.ones(4), rank - 1)
+        if fault != "early":
+            dist.all_reduce(torch.ones(2))
+        optimizer.step()
+        save(step, folder)
+    dist.barrier()
+
+
+def _of(fault):
+    return torch.int32 if fault == "type" else torch.float32
+
+
+def groups(inject, folder):
+    """Four ranks as a 2 x 2 mesh of groups."""
+    rank = dist.get_rank()
+    rows = [dist.new_group([0, 1], group_desc="tp"), dist.new_group([2, 3], group_desc="tp")]
+    columns = [dist.new_group([0, 2], group_desc="dp"), dist.new_group([1, 3], group_desc="dp")]
+    tp, dp = rows[rank // 2], columns[rank % 2]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    for step in range(STEPS):
+        fault = inject(step)
+        if fault == "batches":
+            break
+        if fault == "norm first":
+            dist.all_reduce(torch.ones(1))
+        if fault != "skip":
+            dist.all_reduce(torch.ones(4), group=tp)
+        dist.all_reduce(torch.ones(8), group=tp if fault == "group" else dp)
+        if fault != "norm first":
+            dist.all_reduce(torch.ones(1))
+        optimizer.step()
+        save(step, folder)
+    dist.barrier()
+
+
+def timed(inject, folder):
+    """A step of 20 ms and two all_reduces: for what is slow."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    for _ in range(24):
+        slow = inject.slow()
+        for _part in range(2):
+            time.sleep(0.010 * slow)
+            dist.all_reduce(torch.ones(16))
+        optimizer.step()
+    dist.barrier()
+
+
+def crosscut_run(mesh, backend="shm", zero=0):
+    """A crosscut program: a deep MLP under a layout, in a loop of its own."""
+
+    def run(inject, folder):
+        import crosscut
+
+        crosscut.spawn(_engine, mesh, zero, inject, folder, backend=backend)
+
+    return run
+
+
+def _engine(ctx, mesh, zero, inject, folder):
+    import crosscut
+    from crosscut.models.mlp import mean_square
+    from tests.parallel.models import feature_batches, mlp
+
+    build, dims = mlp("gather")
+    layout = crosscut.Layout.of(mesh, zero=zero, micro_batches=2)
+    model = crosscut.distribute(build, dims, layout, ctx, loss_fn=mean_square)
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+    (x, _), *_ = feature_batches(8, 24)
+    for step in range(STEPS):
+        fault = inject(step)
+        if fault == "batches":
+            break
+        model.forward_backward(crosscut.local_batch(x, None, layout, ctx))
+        if fault != "skip":
+            model.clip_grad_norm_(1.0)
+        if fault == "extra":
+            ctx.barrier()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 2 and ctx.rank == 0:
+            (folder / "saved").write_text(str(step + 1))
+    ctx.barrier()
