@@ -138,6 +138,9 @@ def collectives(results: Results, world_size: int) -> list[str]:
                 ratio = results.ratio[op, world_size, size, via, "gloo"]
                 row += [figures(gloo), figures(shm), f"{size / shm / 1e3:.2f}", f"{ratio:.1f}"]
             rows.append(row)
+        if not rows:  # the run was stopped before
+            lines += ["", f"**{op}**: not measured."]
+            continue
         lines += ["", f"**{op}**", "", *table(head, rows)]
     return lines
 
@@ -193,7 +196,8 @@ def targets(results: Results) -> list[str]:
         for size in results.sizes(op, 4)
         for via in ("group", "torch")
     }
-    add("every size, 4 ranks on 2 cores", "2x Gloo", values, lambda ratio: ratio >= 2, "x")
+    measured = ", ".join(op for op in OPS if results.sizes(op, 4))
+    add(f"{measured}, every size, 4 ranks on 2 cores", "2x Gloo", values, lambda ratio: ratio >= 2, "x")
     return table(["what", "target", "worst measured", ""], rows)
 
 
