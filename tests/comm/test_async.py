@@ -161,7 +161,7 @@ def test_polling_lets_the_others_run():
     assert results[0][0] <= 1
 
 
-def forgets(ctx):
+def gives_up(ctx):
     """An error between a call and its wait: the call is given up, and the world closes cleanly."""
     handle = ctx.world.all_reduce(torch.ones(3), async_op=True)
     handle.forget()
@@ -169,4 +169,4 @@ def forgets(ctx):
 
 
 def test_a_call_that_is_given_up(run):
-    assert run(forgets, world_size=2) == [3.0, 3.0]
+    assert run(gives_up, world_size=2) == [3.0, 3.0]
