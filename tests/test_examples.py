@@ -27,7 +27,7 @@ def load(name):
 
 
 def test_all_examples_are_short():
-    assert SCRIPTS == ["01_collectives.py", "02_data_parallel_by_hand.py", "03_own_model.py"]
+    assert SCRIPTS[:4] == ["01_collectives.py", "02_data_parallel_by_hand.py", "03_own_model.py", "04_drop_in_fsdp.py"]
     for name in SCRIPTS:
         assert len((EXAMPLES / name).read_text().splitlines()) < 60, name
 
@@ -79,3 +79,25 @@ def test_own_model_under_torchrun():
     alone = cc.spawn(load("03_own_model.py"), cc.Mesh.of("dp=1"), world_size=1, backend="threads")[0]
     assert f"step 20  loss {alone:.4f}" in done.stdout
     assert "rank 1 (dp 0, tp 1): up.weight (32, 16) of (64, 16)" in done.stdout
+
+
+def test_drop_in_fsdp(monkeypatch):
+    """As a person runs it: two processes."""
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    command = [sys.executable, str(EXAMPLES / "04_drop_in_fsdp.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    pattern = r"rank (\d): (\S+) bytes -> (\S+); loss of its rows \S+; weights off by (\S+)"
+    found = [re.fullmatch(pattern, line) for line in done.stdout.splitlines()]
+    assert [int(m[1]) for m in found] == [0, 1]
+    for m in found:
+        whole, part = (int(number.replace(",", "")) for number in (m[2], m[3]))
+        assert whole / 2 <= part * 1.01
+        assert part <= whole / 2 * 1.01
+        assert float(m[4]) < 1e-9
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_drop_in_fsdp_on_other_world_sizes(size):
+    assert all(off < 1e-9 for off in cc.spawn(load("04_drop_in_fsdp.py"), world_size=size, backend="threads"))
