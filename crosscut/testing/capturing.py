@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from crosscut.testing.diagnose import RANKS, Ranges
+from crosscut.testing.factors import RANKS, Ranges
 
 if TYPE_CHECKING:
     from crosscut.comm.context import Context

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from crosscut.testing.capturing import FORMAT_VERSION, INDEX
-from crosscut.testing.diagnose import RANKS, Ranges
+from crosscut.testing.factors import RANKS, Ranges
 from crosscut.testing.verdict import (
     Evidence,
     Failure,
@@ -167,7 +167,7 @@ def _add_step(trace: Trace, path: Path, index: Mapping[str, Any]) -> None:
     trace.norms.append(next(iter(norms.values()), float("nan")))
     values = list(norms.values())
     if values and max(values) - min(values) > 1e-6 * max(values):
-        trace.conflicts["norm", step, "grad_norm"] = {r: torch.tensor(v).double() for r, v in norms.items()}
+        trace.conflicts["norm", step, "grad_norm"] = {r: torch.tensor(v, dtype=torch.float64) for r, v in norms.items()}
 
 
 # ---- comparing ------------------------------------------------------------------------------------------------------
@@ -228,12 +228,15 @@ def _evidence(ref: Capture, run: Capture) -> Evidence:
         if first.step == run.trace.first_step and (name := _other_start(ref, run)):
             said.append(f"the runs start from different weights ({name}): give both the same")
         tokens = {name: share.tokens for name, share in shares(first.step).items()}
-        if first.kind == "gradient" and first.factor is None and len(set(tokens.values())) > 1:
+        if first.kind == "gradient" and "no multiple" in first.diagnosis and len(set(tokens.values())) > 1:
             some = ", ".join(f"{name} {n}" for name, n in list(tokens.items())[:8])
             said.append(
                 f"the losses agree, and the ranks hold unequal numbers of tokens ({some}): averaging over ranks then "
                 "makes a mean of means; weigh each rank's loss by its tokens x ranks / all tokens"
             )
+        norm = next((f for f in failures if f.kind == "norm" and f.step == first.step), None)
+        if norm is not None and norm is not first and norm.diagnosis.startswith("differs"):
+            said.append(str(norm))  # what was captured is what clipping left: the norm is the cause
         return "; ".join(said)
 
     return Evidence(sizes, {}, coords, shares, more)

@@ -35,7 +35,7 @@ Config = TransformerConfig | MLPConfig
 VARIANTS: tuple[dict[str, bool], ...] = (
     {}, {"tied": True}, {"bias": True}, {"qk_norm": True, "gqa": True}, {"tied": True, "bias": True, "qk_norm": True},
 )  # fmt: skip
-SMALL: tuple[tuple[str, dict[str, Any]], ...] = (  # the short list: each way to cut alone, in twos and threes, and products of them
+SMALL: tuple[tuple[str, dict[str, Any]], ...] = (  # each way to cut alone, in twos and threes, and products of them
     ("dp=1", {"micro_batches": 3}), ("dp=2", {}), ("dp=3", {"micro_batches": 2}), ("rep=2,dp=2", {}), ("dp=4", {}),
     ("tp=2", {}), ("tp=3", {}), ("tp=4", {}), ("tp=2", {"sp": True}), ("tp=3", {"sp": True, "micro_batches": 2}),
     ("dp=2,tp=2", {}), ("dp=2,tp=2", {"sp": True}), ("pp=2", {}), ("pp=2", {"micro_batches": 3}),
@@ -146,11 +146,14 @@ def sizes_for(kind: str, layout: Layout, turn: int = 0) -> dict[str, Any]:
             "mlp": 5 * tp, **features}  # fmt: skip
 
 
-def batches_for(kind: str, cfg: Config, layout: Layout, steps: int, seed: int = 7) -> list[GlobalBatch]:
-    """Data that depend on position and row. Some labels are ignored, unevenly: the first row has none left."""
+def batches_for(
+    kind: str, cfg: Config, layout: Layout, steps: int, seed: int = 7, rows_each: int = 1
+) -> list[GlobalBatch]:  # fmt: skip
+    """Data that depend on position and row, `rows_each` a rank and micro-batch. Some labels are ignored, unevenly: the
+    first row has none left."""
     generator = torch.Generator().manual_seed(seed)
     ranks = layout.mesh.size(layout.batch_axes) * layout.micro_batches
-    rows = ranks if ranks > 1 else 3
+    rows = rows_each * ranks if ranks > 1 else 3
     if isinstance(cfg, MLPConfig):
         return [(torch.randn(rows, cfg.dim, generator=generator) + torch.arange(rows)[:, None] / rows, None)
                 for _ in range(steps)]  # fmt: skip

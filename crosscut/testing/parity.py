@@ -24,7 +24,7 @@ from crosscut.models.init import draw
 from crosscut.parallel.batch import IGNORE, local_batch
 from crosscut.parallel.distribute import DTYPES, DistributedModel, LossFn, distribute
 from crosscut.testing import probes
-from crosscut.testing.diagnose import MICRO, Ranges
+from crosscut.testing.factors import MICRO, Ranges
 from crosscut.testing.verdict import (
     FP64_BOUND,
     Difference,
@@ -179,7 +179,7 @@ def assemble(reports: Sequence[RankReport]) -> Trace:
         for step in range(len(first.losses)):
             values = {r: (x.losses if kind == "loss" else x.norms)[step] for r, x in enumerate(reports)}
             if len(set(values.values())) > 1:
-                trace.conflicts[kind, step, name] = {r: torch.tensor(v).double() for r, v in values.items()}
+                trace.conflicts[kind, step, name] = {r: torch.tensor(v, dtype=torch.float64) for r, v in values.items()}
 
     def whole(kind: str, step: int, ranks: Sequence[Mapping[str, Part]]) -> dict[str, Tensor]:
         tensors, conflicts, held = put_together(ranks)

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from crosscut.testing.diagnose import Case, Finding, Ranges, cut_out, explain, explain_loss, explain_norm
+from crosscut.testing.diagnose import explain, explain_loss, explain_norm
+from crosscut.testing.factors import Case, Finding, Ranges
+from crosscut.testing.places import cut_out
 
 FP64_BOUND = 1e-11
 NOISE_FACTOR = 8.0  # fixed before anything was measured
@@ -294,20 +296,21 @@ def _explain(
     if d.kind == "loss" and not case.values:
         losses = {label: (s.loss, s.tokens) for label, s in shares.items()}
         return explain_loss(float(case.run), float(case.ref), losses, case)
-    if d.kind == "norm" and case.values:
-        whole = float(torch.stack(list(case.values.values())).square().sum().sqrt())
-        if abs(whole - float(case.ref)) <= max(1e-9, 10 * tol) * whole:
-            return Finding(
-                "differs between the ranks: each measured its own part, and the root of the sum of their squares is "
-                "the reference: the squared norm is not summed over the ranks"
-            )
-    if d.kind == "norm" and not case.values:
-        grads = ref.grads[d.step - ref.first_step]
-        held = {name: run.held.get(name) or {0: tuple(((0, n),) for n in g.shape)} for name, g in grads.items()}
-        squares: dict[int, dict[str, tuple[Ranges, float]]] = {}
-        for name, ranks in held.items():
-            for rank, ranges in ranks.items():
-                square = float(cut_out(grads[name], ranges).double().norm()) ** 2
-                squares.setdefault(rank, {})[name] = (ranges, square)
-        return explain_norm(float(theirs[key]), float(ours[key]), squares, case)
+    if d.kind == "norm":
+        return explain_norm(case, _squares(ref.grads[d.step - ref.first_step], run.held, float(case.ref)))
     return explain(case)
+
+
+def _squares(
+    grads: Mapping[str, Tensor], held: Mapping[str, Mapping[int, Ranges]], norm: float
+) -> dict[int, dict[str, tuple[Ranges, float]]]:
+    """rank -> gradient -> (the part it holds, the square of its norm), scaled so that all parts make up `norm`: the
+    gradients may have been clipped since it was measured."""
+    whole = sum(float(g.double().norm()) ** 2 for g in grads.values())
+    scale = norm * norm / whole if whole else 0.0
+    squares: dict[int, dict[str, tuple[Ranges, float]]] = {}
+    for name, g in grads.items():
+        for rank, ranges in (held.get(name) or {0: tuple(((0, n),) for n in g.shape)}).items():
+            square = float(cut_out(g, ranges).double().norm()) ** 2 * scale
+            squares.setdefault(rank, {})[name] = (ranges, square)
+    return squares
