@@ -32,7 +32,8 @@ from crosscut.parallel.materialize import build_whole, hold_share
 from crosscut.parallel.pipeline.runtime import StageRun, StageWork
 from crosscut.parallel.pipeline.schedules import Action, add_communication, build, forward_only
 from crosscut.parallel.pipeline.stage import Stage
-from crosscut.parallel.store import Store, check_elementwise
+from crosscut.parallel.standalone.elementwise import require_elementwise
+from crosscut.parallel.store import Store
 from crosscut.parallel.tensor import cut_embedding, install_boundaries
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
@@ -176,7 +177,7 @@ class DistributedModel:
         Raises ValueError for an optimizer that needs whole tensors under a store.
         """
         if self._store.shards:
-            check_elementwise(cls, kw, self.ctx.device)
+            require_elementwise(cls, kw, f"zero={self.layout.store.zero}")
         groups: dict[tuple, dict[str, Any]] = {}
         for name, p in self.named_parameters():
             if p.requires_grad:
@@ -414,4 +415,9 @@ def refuse_unsupported(layout: Layout) -> None:
     if layout.precision.compute not in DTYPES or layout.precision.reduce not in DTYPES:
         raise ValueError(
             f"precision compute={layout.precision.compute!r} cannot be executed yet; use one of {', '.join(DTYPES)}"
+        )
+    if layout.precision.reduce != layout.precision.compute:
+        raise ValueError(
+            f"precision reduce={layout.precision.reduce!r} beside compute={layout.precision.compute!r} cannot be "
+            f"executed yet; use the same for both"
         )

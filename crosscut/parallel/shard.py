@@ -152,7 +152,8 @@ class Unit:
     def start_gather(self, tag: str = "") -> None:
         """Begin the all_gather of the shards, unless the whole is there or on its way."""
         if not self.is_whole and self._gathering is None:
-            self._gathering = self.group.all_gather(self._to_send(), async_op=True, tag=tag)
+            out = self._filled() if self._is_one_block(self.pieces[0].whole) and not self.keeps_whole else None
+            self._gathering = self.group.all_gather(self._to_send(), out=out, async_op=True, tag=tag)
 
     def gather(self, tag: str = "") -> None:
         """Make the parameters whole: they hold all rows and stand in the modules."""
@@ -160,13 +161,16 @@ class Unit:
             return
         self.start_gather(tag)
         assert self._gathering is not None
-        chunks, self._gathering = self._gathering.wait().view(self.group.size, -1), None
+        arrived, self._gathering = self._gathering.wait(), None
+        if self.keeps_whole or arrived.data_ptr() != self._whole.data_ptr():
+            chunks = arrived.view(self.group.size, -1)
+            if not self.keeps_whole:
+                self._filled()
+            with torch.no_grad():
+                for p in self.pieces:
+                    collect(p.of(chunks), p.whole if self.keeps_whole else p.whole.data)
         if not self.keeps_whole:
-            self._whole.untyped_storage().resize_(self._whole.numel() * self._whole.element_size())
             self.put(whole=True)
-        with torch.no_grad():
-            for p in self.pieces:
-                collect(p.of(chunks), p.whole if self.keeps_whole else p.whole.data)
         self.is_whole = True
         self._versions = [p.whole._version for p in self.pieces]
 
@@ -180,6 +184,15 @@ class Unit:
         self._whole.untyped_storage().resize_(0)
         self.is_whole = False
         self.put(whole=False)
+
+    def _filled(self) -> Tensor:
+        """The flat whole, with memory."""
+        self._whole.untyped_storage().resize_(self._whole.numel() * self._whole.element_size())
+        return self._whole
+
+    def _is_one_block(self, whole: Tensor) -> bool:
+        """Whether `whole` is all there is and needs no padding: then it is on the wire as it lies in memory."""
+        return len(self.pieces) == 1 and whole.is_contiguous() and whole.numel() == self.group.size * self.width
 
     def shards_changed(self) -> None:
         """The shards of what is kept whole were updated: the whole is stale until the next `gather`."""
@@ -212,9 +225,14 @@ class Unit:
 
     def start_reduce(self, tag: str = "") -> None:
         """Begin the reduce_scatter of the whole gradients, which are let go. One that did not come counts as zeros."""
-        chunks = torch.empty(self.group.size, self.width, dtype=self._reduce_dtype, device=self.group.device)
+        grad = self.pieces[0].whole.grad
+        if grad is not None and grad.dtype == self._reduce_dtype and self._is_one_block(grad):
+            chunks = grad
+        else:
+            chunks = torch.empty(self.group.size, self.width, dtype=self._reduce_dtype, device=self.group.device)
+            for p in self.pieces:
+                spread(p.whole.grad, p.of(chunks))
         for p in self.pieces:
-            spread(p.whole.grad, p.of(chunks))
             p.whole.grad = None
         op = "avg" if self._average else "sum"
         self._reducing = self.group.reduce_scatter(chunks.view(-1), op=op, async_op=True, tag=tag)

@@ -7,10 +7,8 @@ ZeRO-2 reduces after every micro-batch; ZeRO-3 also keeps the parameters cut. Th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from crosscut.comm.context import Context
@@ -87,34 +85,3 @@ def _refuse(name: str) -> Callable[[Tensor], None]:
         )
 
     return hook
-
-
-def check_elementwise(cls: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device) -> None:
-    """Raise ValueError unless `cls` updates each element by itself, so that it may work on shards.
-
-    Tried, not looked up: three steps on a small matrix must equal, to rounding, those on its two halves.
-    """
-    generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(4, 6, generator=generator, dtype=torch.float64).to(device)
-    grads = torch.randn(3, 4, 6, generator=generator, dtype=torch.float64).to(device)
-
-    def updated(rows: slice) -> Tensor:
-        p = nn.Parameter(whole[rows].clone())
-        optimizer = cls([p], **options)
-        for group in optimizer.param_groups:
-            group.update(lr=torch.full_like(group["lr"], 0.1) if isinstance(group.get("lr"), Tensor) else 0.1)
-        for grad in grads:
-            p.grad = grad[rows].clone()
-            optimizer.step()
-        return p.detach()
-
-    try:
-        halves = torch.cat([updated(slice(0, 2)), updated(slice(2, 4))])
-        same = torch.allclose(halves, updated(slice(0, 4)), rtol=1e-9, atol=1e-12)
-    except Exception as error:
-        raise ValueError(f"{cls.__name__} cannot be used under a store: {str(error).splitlines()[0]}") from error
-    if not same:
-        raise ValueError(
-            f"{cls.__name__} needs whole tensors: its step on parts of a parameter is not that on the whole; use it "
-            f"with zero = 0, or one that works element by element (SGD, AdamW, ...)"
-        )

@@ -31,6 +31,9 @@ def introduction(ctx: Context, config: Config) -> Iterator[str]:
         yield f"checked   the ranks compare every call before data move: {ctx.check_why}"
     source = config.origins.get("mesh", "the default: one rank")
     yield f"layout    {config.layout.describe()}, {ctx.world_size} rank{'s' * (ctx.world_size > 1)}: from {source}"
+    store = config.layout.store
+    if store.zero and not config.layout.mesh.ordered(store.optimizer):
+        yield f"store     zero={store.zero} changes nothing: {'+'.join(store.optimizer)} has one rank"
 
 
 def printable(text: str) -> str:

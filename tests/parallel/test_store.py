@@ -105,6 +105,11 @@ def test_mlp(zero: int, mesh: str, form: str) -> None:
     check(models.mlp(form), layout, models.feature_batches(rows, 24), mean_square, max_norm=0.01)
 
 
+@pytest.mark.parametrize("zero", STAGES)
+def test_in_two_processes_over_shm(zero: int) -> None:
+    check_tokens("all", Layout.of("dp=2", zero=zero, micro_batches=2), backend="shm")
+
+
 # ---- parameters of every kind
 
 

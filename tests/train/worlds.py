@@ -52,7 +52,7 @@ def held(model, optimizer):
     for name, p in model.named_parameters():
         plan = model.plan.params[name]
         main = plan.tied_to or name
-        ranges = plan.ranges(model.ctx.coords, model.layout.mesh.sizes)
+        ranges = model.held_ranges(name)
         out[main] = (ranges, p.detach().clone())
         for key, value in optimizer.state.get(p, {}).items():
             if value is not None:
@@ -67,7 +67,7 @@ def whole(ranks, shapes):
         for name, (ranges, value) in rank.items():
             shape = shapes[name.rpartition(" of ")[2]] if ranges else ()
             filled, seen = out.setdefault(name, (value.new_zeros(shape), torch.zeros(shape, dtype=torch.bool)))
-            index = tuple(torch.cat([torch.arange(a, b) for a, b in dim]) for dim in ranges)
+            index = tuple(torch.cat([torch.arange(a, b) for a, b in dim or ((0, 0),)]) for dim in ranges)
             if not ranges:
                 assert not seen or torch.equal(filled, value)
                 filled.copy_(value)
