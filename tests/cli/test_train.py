@@ -191,6 +191,16 @@ def test_print_config_is_a_config_with_origins(here, capsys):
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize("zero, mesh", [("1", "dp=2"), ("2", "rep=2,dp=2"), ("3", "dp=2,tp=2")])
+def test_training_with_a_store_sends_what_was_predicted(here, capsys, zero, mesh):
+    code, out, err = call(capsys, "train", "small.toml", "--mesh", mesh, "--zero", zero, "--run.dir", "runs/store")
+    assert code == 0, err
+    assert f"zero={zero}" in out
+    for op in ("reduce_scatter", "all_gather"):
+        assert re.search(rf"^bytes +dp {op}: .* as predicted$", out, re.M)
+    assert "were predicted" not in out
+
+
 def test_dry_run_starts_nothing_and_says_what_would_be_sent(here, capsys):
     argv = ["train", "small.toml", "--mesh", "dp=2,tp=2,pp=2", "--micro-batches", "2", "--dry-run"]
     code, out, err = call(capsys, *argv)
