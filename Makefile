@@ -1,6 +1,9 @@
 # make setup   create .venv and install crosscut with the tested versions (done once; again when they change)
 # make train   the main job: train the default model on real text          (ARGS="--mesh tp=2" adds flags)
 # make test    the test suite                                              (ARGS="-k pipeline" adds flags)
+# make faults  inject every fault of the corpus and write docs/faults.md
+# make parity  every layout that 8 ranks admit against one device: about six minutes   (ARGS="--dtype fp32")
+# make mutations   plant every seeded bug: each must be found and named
 # make check   lint, formatting, types
 # make benchmarks   measure the collectives and write docs/benchmarks.md: ten minutes, on a machine at rest
 
@@ -10,7 +13,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
 
-.PHONY: setup train test check format clean benchmarks
+.PHONY: setup train test parity mutations faults check format clean benchmarks
 
 setup: $(STAMP)
 
@@ -26,6 +29,15 @@ train: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q $(ARGS)
+
+faults: $(STAMP)
+	$(BIN)/python -m tests.faults --write docs/faults.md $(ARGS)
+
+parity: $(STAMP)
+	$(BIN)/crosscut parity --matrix full $(ARGS)
+
+mutations: $(STAMP)
+	$(BIN)/python -m tests.mutations.score
 
 check: $(STAMP)
 	$(BIN)/ruff check .

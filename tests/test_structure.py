@@ -58,8 +58,9 @@ STARTS_WITHOUT_TORCH = [
     "crosscut.parallel.pipeline",
     "crosscut.train.config",
     "crosscut.watch",
-    "crosscut.watch.reading",
-    "crosscut.watch.ring",
+    "crosscut.watch.folder",
+    "crosscut.watch.monitor",
+    "crosscut.watch.program",
 ]
 TOOLS = {"testing", "watch", "plan", "bench", "report", "doctor", "tour", "cli"}
 MAX_LINES = 15_000

@@ -9,18 +9,16 @@ from crosscut.comm.errors import ranks_text
 
 
 def call_text(call: Call, ranks: Sequence[int] = ()) -> str:
-    """`all_reduce(sum) #118 over dp (gradients of mlp.up, store.py:210)`; `recv #45 over pp from rank 0 (run.py:88)`.
+    """As `Call.where`; of a message its number and its peer: `recv #45 over pp from rank 0, at run.py:88`.
 
-    ranks: the group's global ranks, to name a peer by.
+    ranks: the group's global ranks.
     """
-    arguments = call.arguments()
+    if call.peer is None:
+        return call.where()
+    named = f"rank {ranks[call.peer] if call.peer < len(ranks) else call.peer}" if call.peer >= 0 else "any rank"
+    tag = f', tag "{call.tag}"' if call.tag else ""
     number = f" #{call.seq}" if call.seq else ""
-    peer = ""
-    if call.peer is not None:
-        named = f"rank {ranks[call.peer] if call.peer < len(ranks) else call.peer}" if call.peer >= 0 else "any rank"
-        peer = f" {'to' if call.op == 'send' else 'from'} {named}"
-    where = ", ".join(part for part in (call.tag, call.site) if part)
-    return f"{call.op}{f'({arguments})' if arguments else ''}{number} over {call.label or 'self'}{peer} ({where})"
+    return f"{call.op}{number} over {call.label} {'to' if call.op == 'send' else 'from'} {named}{tag}, at {call.site}"
 
 
 def waits_text(ranks: Sequence[int], call: str) -> str:

@@ -14,6 +14,7 @@ def main() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # die with the process that watches
     from crosscut.watch import program
+    from crosscut.watch.folder import LEDGER
 
     run = program.install()
     words = sys.argv[1:]
@@ -28,16 +29,13 @@ def main() -> None:
             runpy.run_path(words[0], run_name="__main__")
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-        program.finish(code)
         raise
-    program.finish(0)
-    import torch.distributed as dist
-
-    if not any((run / "ledger").glob("rank-*.ring")) and not dist.is_initialized():
-        print(
-            f"crosscut watch: {words[0]} never called torch.distributed.init_process_group: nothing was recorded",
-            file=sys.stderr,
-        )
+    finally:
+        if sys.exc_info()[0] in (None, SystemExit):
+            program.finish(code)
+        if not any((run / LEDGER).glob("rank-*.ring")):
+            said = "never called torch.distributed.init_process_group: nothing was recorded"
+            print(f"crosscut watch: {words[0]} {said}", file=sys.stderr)
 
 
 if __name__ == "__main__":

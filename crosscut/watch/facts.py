@@ -19,6 +19,7 @@ _SECONDARY = re.compile(
     r"PeerError|StuckError|DistBackendError|DistNetworkError|NCCL (error|communicator was aborted)|Application timeout",
     re.IGNORECASE,
 )
+_OWN = re.compile(r"EADDRINUSE|already in use", re.IGNORECASE)  # an error of the network that is this rank's own
 _OOM = re.compile(r"OutOfMemory|MemoryError|can't allocate memory|not enough memory|out of memory", re.IGNORECASE)
 _DISK = re.compile(r"No space left on device|ENOSPC|disk quota exceeded|file write failed", re.IGNORECASE)
 
@@ -41,7 +42,8 @@ class Failure:
     @property
     def secondary(self) -> bool:
         """Whether it only says that another rank has gone."""
-        return self.in_call and bool(_SECONDARY.search(self.line)) and self.kind == "exception"
+        told = _SECONDARY.search(self.line) and not _OWN.search(self.line)
+        return self.in_call and bool(told) and self.kind == "exception"
 
 
 @dataclass

@@ -204,7 +204,7 @@ class _Tellable:
         a, b = self._following(odd[0]), self._following(normal[0])
         skipped, extra = _shift(b, a), _shift(a, b)
         permuted = next((k for k in range(2, 9) if len(a) >= k <= len(b) and sorted(a[:k]) == sorted(b[:k])), 0)
-        if not (skipped or extra or permuted) and len(a) == 1:  # it stands still: only earlier steps can tell
+        if not (skipped or extra or permuted):  # too little has followed: earlier steps have to tell
             skipped = next((k for k in range(1, len(b)) if b[k] == a[0]), 0)
             skipped = skipped or int(self.next.get(_full(theirs), Counter())[_full(own)] > 0)
         number = f"#{self.at}"

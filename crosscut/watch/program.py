@@ -8,7 +8,6 @@ import importlib
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,9 +16,8 @@ from typing import Any
 from crosscut.comm.call import Call
 from crosscut.comm.launched import launched
 from crosscut.comm.site import call_site
-from crosscut.watch.folder import path_of
 from crosscut.watch.lanes import INIT
-from crosscut.watch.recorder import HANG, RUN, Observer, Recorder, record_context
+from crosscut.watch.recorder import RUN, Observer, Recorder, obey, record_context
 from crosscut.watch.ring import process_start
 
 MONITORED = "CROSSCUT_WATCH_MONITORED"  # somebody watches this run folder already
@@ -59,15 +57,9 @@ def install(run: str | Path | None = None, *, hang_timeout: float | None = None)
 @contextlib.contextmanager
 def section(name: str, limit_s: float) -> Iterator[None]:
     """A part of the program that may take long without a call, up to `limit_s`: evaluation on one rank, a save."""
-    recorder = _state.get("recorder")
-    if recorder is None:
+    recorder: Recorder | None = _state.get("recorder")
+    with contextlib.nullcontext() if recorder is None else recorder.section(name, limit_s):
         yield
-        return
-    recorder.ring.section(name, limit_s)
-    try:
-        yield
-    finally:
-        recorder.ring.section("")
 
 
 def default_run() -> Path:
@@ -91,18 +83,8 @@ def _recorder(folder: Path, rank: int, world_size: int) -> Recorder:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     recorder = _state["recorder"] = Recorder(folder, rank, world_size, device)
     recorder.hook_process()
-    with contextlib.suppress(OSError, AttributeError):  # a disk without pipes: then SIGKILL has to do
-        pipe = path_of(folder, rank, "stop")
-        pipe.unlink(missing_ok=True)
-        os.mkfifo(pipe)
-        threading.Thread(target=_obey, args=(os.open(pipe, os.O_RDWR),), daemon=True).start()
+    obey(recorder)
     return recorder
-
-
-def _obey(pipe: int) -> None:
-    """End this rank with exit code 3 when the monitor says so."""
-    os.read(pipe, 1)
-    os._exit(HANG)
 
 
 def _replace_init(dist: Any) -> None:

@@ -20,6 +20,7 @@ import time
 import traceback
 import zlib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -111,9 +112,32 @@ class Recorder:
         code = error.code if isinstance(error, SystemExit) else 130 if isinstance(error, KeyboardInterrupt) else 1
         self.ring.end(code if isinstance(code, int) else 1)
 
+    @contextlib.contextmanager
+    def section(self, name: str, limit_s: float) -> Iterator[None]:
+        """A part of the program that may go without a call for `limit_s`."""
+        self.ring.section(name, limit_s)
+        try:
+            yield
+        finally:
+            self.ring.section("")
+
     def step(self, *_: Any) -> None:
         """One optimizer step more."""
         self.ring.step += 1
+
+
+def obey(recorder: Recorder) -> None:
+    """Let this rank end with exit code 3 when its monitor says so."""
+
+    def listen(pipe: int) -> None:
+        os.read(pipe, 1)
+        os._exit(HANG)
+
+    with contextlib.suppress(OSError, AttributeError):  # a disk or a system without pipes: then SIGKILL has to do
+        path = path_of(recorder.run, recorder.rank, "stop")
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+        threading.Thread(target=listen, args=(os.open(path, os.O_RDWR),), daemon=True).start()
 
 
 class Observer:

@@ -99,18 +99,22 @@ def _unusual(case: Case, circle: list[int], waits: Waits) -> dict[int, Record]:
     on most ranks; and that call.
     """
     pairs = {rank: list(pairwise(_program(case, rank))) for rank in case.rings}
-    usual = Counter(pair for own in pairs.values() for pair in own)
+    counts = {rank: Counter(own) for rank, own in pairs.items()}
+    # Ranks that do the same again and again are in the same role (stages of a pipeline are not).
+    roles = {rank: frozenset(pair for pair, number in own.items() if number > 1) for rank, own in counts.items()}
     out = {}
     for rank in circle:
         own, records = pairs[rank], case.rings[rank].records
         repeated = next((index for index, pair in enumerate(own) if own.index(pair) < index), len(own))
         lately = range(max(repeated, len(own) - _LATELY), len(own))  # what comes once before the loop is no matter
+        alike = [counts[other] for other in counts if roles[other] == roles[rank]]
         for index in lately:
-            if usual[own[index]] == 1:
+            if sum(own_counts[own[index]] for own_counts in alike) == 1:
                 out[rank] = records[index]
                 break
     if out:
         return out if len(out) < len(circle) else {}
+    usual = Counter(pair for own in pairs.values() for pair in own)
     present = {rank: pairs[rank][case.rings[rank].records.index(waits[rank][0])] for rank in circle}
     most = max(usual[pair] for pair in present.values())  # the first step: what most ranks do is usual
     odd = [rank for rank in circle if usual[present[rank]] < most]

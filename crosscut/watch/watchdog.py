@@ -46,11 +46,13 @@ class Watchdog:
     """Looks at a run folder until all ranks have ended, or something is wrong.
 
     hang_timeout_s: None takes 60 s on CPUs and 300 s on GPUs. since: rings that are older belong to an earlier run.
-    num_ranks: how many there will be, if it is known; else what the rings say.
+    deaths: look for ranks that died, too; False where a launcher sees to it.
     """
 
-    def __init__(self, run: Path, hang_timeout_s: float | None = None, *, since: float = 0.0) -> None:
-        self.run, self._timeout_s, self._since = run, hang_timeout_s, since
+    def __init__(
+        self, run: Path, hang_timeout_s: float | None = None, *, since: float = 0.0, deaths: bool = True
+    ) -> None:
+        self.run, self._timeout_s, self._since, self._deaths = run, hang_timeout_s, since, deaths
         self._ranks: dict[int, _Seen] = {}
         self._calls = Calls()
         self._match_at = self._discover_at = 0.0
@@ -92,7 +94,7 @@ class Watchdog:
             elif ring.ended == FINISHED:
                 left.append(rank)
         if dead:
-            return self._after_a_death()
+            return self._after_a_death() if self._deaths else None
         if now - self._match_at > MATCH_S:
             self._match_at = now
             if self._differs():

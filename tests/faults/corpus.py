@@ -84,5 +84,7 @@ def scenarios():
         out.append(Scenario(f"{name}: {fault}", run, ranks, fault, bad, kinds=kinds))
     out.append(Scenario("hand: port taken", programs.hand, 2, "port", 0, kinds=("exception",)))
     out.append(Scenario("timed: slow rank", programs.timed, 3, "slow", 2, kinds=("straggler",)))
+    out.append(Scenario("links: slow link", programs.links, 4, "slow", 1, kinds=("straggler",)))
     out += [Scenario(f"{name}: clean", run, ranks) for name, (run, ranks) in known.items()]
-    return [*out, Scenario("timed: uniformly slow", programs.timed, 3, "uniform", 0)]
+    out.append(Scenario("timed: uniformly slow", programs.timed, 3, "uniform", 0))
+    return [*out, Scenario("links: uniformly slow", programs.links, 4, "uniform", 0)]

@@ -173,6 +173,34 @@ def timed(inject, folder):
     dist.barrier()
 
 
+class _Slow:
+    """A network that takes 10 ms for a message, or `factor` times that."""
+
+    def __init__(self, inner, factor):
+        self._inner, self._factor = inner, factor
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def send(self, *args):
+        time.sleep(0.010 * self._factor)
+        return self._inner.send(*args)
+
+
+def links(inject, folder):
+    """A chain of ranks that pass messages on; what is slow is one link."""
+    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    world.inner = _Slow(world.inner, 1.5 if inject.slow() > 1 else 1.0)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+    for _ in range(24):
+        if rank:
+            dist.recv(torch.empty(64), rank - 1)
+        if rank < size - 1:
+            dist.send(torch.ones(64), rank + 1)
+        optimizer.step()
+    dist.barrier()
+
+
 def crosscut_run(mesh, backend="shm", zero=0):
     """A crosscut program: a deep MLP under a layout, in a loop of its own."""
 

@@ -195,8 +195,26 @@ def test_the_example_of_a_cycle_between_groups():
     assert found.culprits == [2]
     assert found.verdict in ("order", "missing_call")
     assert (found.axis, found.op, found.seq) == ("dp", "all_reduce", 5)
-    assert "ranks 0,1,3 wait in all_reduce(sum) #5 over dp (gradients of mlp.up, store.py:210) since" in found.text
-    assert "rank 2 never came: it is in recv #5 over pp from rank 0 (run.py:88), which waits for rank 0" in found.text
+    assert (
+        'ranks 0,1,3 wait in all_reduce(sum) #5 over dp, tag "gradients of mlp.up", at store.py:210 since' in found.text
+    )
+    assert "rank 2 never came: it is in recv #5 over pp from rank 0, at run.py:88, which waits for rank 0" in found.text
+
+
+def test_a_stage_that_leaves_out_a_receive():
+    """The first stage sends first in every step, so a send after the all_reduce is usual there, and only there."""
+    lane = world(3)
+    step = {
+        0: [send(lane, 1, "p.py:2"), recv(lane, 1, "p.py:3"), reduce(lane, "p.py:5")],
+        1: [recv(lane, 0, "p.py:1"), send(lane, 2, "p.py:2"), recv(lane, 2, "p.py:3"), send(lane, 0, "p.py:4")],
+        2: [recv(lane, 1, "p.py:1"), send(lane, 1, "p.py:4"), reduce(lane, "p.py:5")],
+    }
+    step[1].append(reduce(lane, "p.py:5"))
+    programs = {rank: steps(ops, 6) for rank, ops in step.items()}
+    del programs[1][15]
+    found = verdict_of(programs)
+    assert found.culprits == [1], found
+    assert "the order differs on rank 1 since send" in found.text
 
 
 def test_a_cycle_that_nobody_alone_has_made():
@@ -233,7 +251,7 @@ def test_overlapping_groups(tp, step):
     assert found.culprits == [bad], found
     assert found.verdict in ("order", "missing_call")
     assert (found.axis, found.site) == ("tp", "pairs.py:1")
-    assert f"rank {bad} never came: it is in all_reduce(sum) #{step + 1} over world (norm.py:2)" in found.text
+    assert f"rank {bad} never came: it is in all_reduce(sum) #{step + 1} over world, at norm.py:2" in found.text
 
 
 @pytest.mark.parametrize(
@@ -295,6 +313,12 @@ def test_a_mismatch_comes_before_the_crash_that_it_causes():
     assert (found.verdict, found.culprits) == ("mismatch", [1])
     facts[1].ended_s = START_S  # before it: then the crash is the cause
     assert autopsy(facts, 2).verdict == "dead_rank"
+
+
+def test_a_port_that_is_taken_is_the_cause():
+    line = "DistNetworkError: the server socket has failed to listen on port 29500, EADDRINUSE"
+    assert not Failure(line, in_call=True).secondary
+    assert Failure("DistNetworkError: the client socket has timed out", in_call=True).secondary
 
 
 def test_a_time_out_of_every_rank_is_no_cause():

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from crosscut.comm.backends.rng import RandomState
 from crosscut.comm.errors import DeadlockError, PeerError, one_line
+from crosscut.comm.wording import waits_text
 
 NOT_STARTED, RUNNABLE, WAITING, RETURNED, FAILED = "not started", "runnable", "waiting", "returned", "failed"
 
@@ -120,7 +121,7 @@ class Baton:
         lines = []
         for rank in range(self.size):
             state = self._state[rank]
-            lines.append(f"rank {rank} " + (f"waits in {self._waits[rank]()}" if state == WAITING else f"has {state}"))
+            lines.append(waits_text([rank], self._waits[rank]()) if state == WAITING else f"rank {rank} has {state}")
         text = "deadlock: no rank can go on: " + "; ".join(lines)
         for rank in alive:
             self._error[rank] = DeadlockError(text)
