@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -97,18 +98,23 @@ def launch(
     from crosscut.comm.launch import spawn
     from crosscut.train import run_folder
     from crosscut.train.loop import Job, run_rank
+    from crosscut.watch.training import HostWatch, record_run
 
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts, or cuBLAS stays free to vary
-    job = Job(config, start, to_stderr=to_stderr, eval_only=eval_only)
+    size, monitored = config.layout.mesh.world_size, "RANK" not in os.environ
+    watched = size > 1 and config.run.backend != "threads"  # whose ranks are this process
+    record = partial(record_run, monitored=monitored, hang_timeout_s=config.run.hang_timeout_s)
+    job = Job(config, start, to_stderr=to_stderr, eval_only=eval_only, record=record)
     began = _summary_time(start.folder)
+    dog = HostWatch(start.folder, config.run.hang_timeout_s, active=monitored and watched and not eval_only)
     try:
         # As one of torchrun's ranks this process may be inside a collective, where a handler would not run.
-        with nullcontext() if "RANK" in os.environ else terminated_cleanly():
+        with nullcontext() if "RANK" in os.environ else terminated_cleanly(), dog:
             summaries = spawn(
                 run_rank,
                 job,
-                world_size=config.layout.mesh.world_size,
+                world_size=size,
                 backend=config.run.backend,
                 device=config.run.device,
                 timeout_s=config.run.timeout_s,
@@ -120,6 +126,7 @@ def launch(
         if speaks and not eval_only and _summary_time(start.folder) != began:  # this run has got as far as its folder
             run_folder.mark(start.folder, "interrupted" if stopped else "failed")
             print(f"run       {start.folder} ({'interrupted' if stopped else 'failed'})", file=sys.stderr)
+            dog.explain(error)
         raise
     return dict(summaries[0])
 

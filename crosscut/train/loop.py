@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
     from crosscut.comm.context import Context
 
 
+SECTION_S = 600.0  # of evaluation and of a save, where a rank may be alone at work
+
+
 class DivergedError(RuntimeError):
     """The loss or the gradient norm is no number any more."""
 
@@ -39,6 +45,7 @@ class Job:
     start: run_folder.Start
     to_stderr: bool = False
     eval_only: bool = False
+    record: Callable[[Context, Path], Any] | None = None  # makes the recorder of a rank (crosscut.watch)
 
 
 def run_rank(ctx: Context, job: Job) -> dict[str, Any]:
@@ -46,7 +53,12 @@ def run_rank(ctx: Context, job: Job) -> dict[str, Any]:
     trainer = Trainer(ctx, job)
     if job.eval_only:
         return trainer.evaluate_only()
-    return trainer.fit()
+    try:
+        return trainer.fit()
+    except BaseException as error:
+        if trainer.recorder is not None:
+            trainer.recorder.failed(error)
+        raise
 
 
 def data_of(config: Config) -> Data:
@@ -89,6 +101,7 @@ class Trainer:
         self.seconds = 0.0  # in steps, evaluation and checkpoints apart
         self.before: list[dict[str, Any]] = []  # what each rank of the run that this one goes on from remembered
         self.saved_step = -1
+        self.recorder: Any = None
         seed_rank(self.cfg.seed, 0, ctx.rank)
 
     def fit(self) -> dict[str, Any]:
@@ -99,6 +112,8 @@ class Trainer:
             if self.ctx.rank == 0:
                 run_folder.check_folder(self.start, self.config.run.overwrite)
                 run_folder.create(self.start, self.config)
+        if self.job.record is not None:
+            self.recorder = self.job.record(self.ctx, self.start.folder)
         self.metrics = metrics.MetricsFile(self.start.folder / run_folder.METRICS) if self.ctx.rank == 0 else None
         self.first_step = self.step
         val_loss = math.nan
@@ -143,6 +158,8 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
+        if self.recorder is not None:
+            self.recorder.ring.step = self.step
         self.samples += self.cfg.global_batch_size
         self.losses.append(out.loss)
         seconds = time.perf_counter() - began
@@ -160,9 +177,10 @@ class Trainer:
     def evaluate(self) -> float:
         """The mean loss over the validation batches, the same on every rank."""
         total, count = 0.0, 0
-        for inputs, labels in self.data.validation(self.cfg.eval_batches, self.cfg.global_batch_size):
-            out = self.model.evaluate(self._cut(inputs, labels))
-            total, count = total + out.loss * out.num_tokens, count + out.num_tokens
+        with self._section("evaluation"):
+            for inputs, labels in self.data.validation(self.cfg.eval_batches, self.cfg.global_batch_size):
+                out = self.model.evaluate(self._cut(inputs, labels))
+                total, count = total + out.loss * out.num_tokens, count + out.num_tokens
         return total / max(count, 1)
 
     def save(self) -> None:
@@ -173,11 +191,16 @@ class Trainer:
         mine["predicted"] = self._predicted()
         progress = {"ranks": [mine, *self.before] if self.ctx.rank == 0 else [mine]}
         moment = Moment(self.step, self.samples, self.config.to_toml(comments=False), progress)
-        save(self.start.folder, self.model, self.optimizer, moment)
+        with self._section("save"):
+            save(self.start.folder, self.model, self.optimizer, moment)
         self.saved_step = self.step
         self.ctx.ledger.save(self.start.folder / run_folder.LEDGER / f"rank-{self.ctx.rank}.json")
         if self.ctx.rank == 0:
             run_folder.write_summary(self.start.folder, {"status": "running", **self._facts()})
+
+    def _section(self, name: str) -> AbstractContextManager[None]:
+        """A part that may take longer without a call than a step may."""
+        return nullcontext() if self.recorder is None else self.recorder.section(name, SECTION_S)
 
     def _share_folder(self) -> None:
         """Under torchrun each rank made up a name with its own clock: rank 0's is taken."""
@@ -256,6 +279,8 @@ class Trainer:
             run_folder.write_summary(self.start.folder, summary)
             for line in report.closing(summary, self.start.folder, self.config, len(self.losses)):
                 self.display.line(line)
+        if self.recorder is not None:
+            self.recorder.ring.end(0)
         return {**summary, "run": str(self.start.folder)}
 
 

@@ -23,7 +23,7 @@ RUNS = Path("runs")
 LATEST = "latest"
 FORMAT_VERSION = 1
 CONFIG, LAYOUT, METRICS, SUMMARY, LEDGER = "config.toml", "layout.toml", "metrics.jsonl", "summary.json", "ledger"
-_OWN = (CONFIG, LAYOUT, METRICS, SUMMARY, LEDGER, FOLDER, "report.html")
+_OWN = (CONFIG, LAYOUT, METRICS, SUMMARY, LEDGER, FOLDER, "report.html", "autopsy.json", "autopsy.txt")
 _NOT_INHERITED = ("dir", "resume", "overwrite")  # of [run]: they say what that one call did
 
 

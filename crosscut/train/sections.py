@@ -83,6 +83,7 @@ class RunSection:
     device: str | None = None  # cpu, cuda; None: what the back end uses
     threads: int = key(0, least=0)  # CPU threads a rank; 0: the cores shared out
     timeout_s: float = key(600.0, above=0)
+    hang_timeout_s: float | None = key(None, above=0)  # without progress; None: 60 s on CPUs, 300 s on GPUs
     sample_bytes: int = key(400, least=0)  # text written with the trained model at the end
     temperature: float = key(0.8, least=0)
 
