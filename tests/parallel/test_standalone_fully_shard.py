@@ -328,6 +328,32 @@ def test_small_gradients_are_not_lost():
     assert on_threads(accumulates_in_full, 1)[0] == pytest.approx(2.0, rel=1e-3)
 
 
+class Mixed(nn.Module):
+    """Parts of other dtypes, with inputs of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 5).half(), nn.Linear(3, 5).double(), nn.Linear(3, 1).bfloat16()])
+        self.mix = nn.Parameter(torch.ones(2, 3, dtype=torch.double))
+
+    def forward(self, x):
+        return sum((layer(x.to(layer.weight.dtype)).double().sum() for layer in self.layers), (self.mix * x).sum())
+
+
+def mixed_dtypes(ctx):
+    model = cc.fully_shard(Mixed(), group=ctx)
+    model(torch.full((1, 3), 1.0 + ctx.rank)).backward()
+    return {n: p.grad for n, p in model.named_parameters()}
+
+
+def test_mixed_dtypes():
+    like = dict(Mixed().named_parameters())
+    for grads in on_threads(mixed_dtypes, 3):
+        for name, grad in grads.items():
+            assert grad.dtype == like[name].dtype
+            assert torch.equal(grad, torch.full_like(grad, 1.0 if name.endswith("bias") else 2.0)), name
+
+
 # -- wrapping ------------------------------------------------------------------------------------------------------
 
 
