@@ -90,7 +90,7 @@ def test_the_documents_name_commands_that_exist():
 
 def test_the_documents_name_make_targets_that_exist():
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    named = {word for path in DOCS for word in re.findall(r"`?make ([a-z]+)`?(?: |`|$)", path.read_text())}
+    named = {word for path in DOCS for word in re.findall(r"(?:`|^\$? ?)make ([a-z]+)", path.read_text(), flags=re.M)}
     assert {"setup", "train", "test", "check"} <= targets
     assert {"train", "test", "check"} <= named <= targets
 
