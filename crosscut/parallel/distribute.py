@@ -263,7 +263,7 @@ class DistributedModel:
         """Do the actions. What is returned gives the output: it waits for the loss of all ranks, which is on its way
         while gradients still are."""
         ctx = self.ctx
-        self._sharder.release()  # also what an error left behind
+        self._sharder.reset()
         self._size_plan(batch.micro)
         micro = tuple(self._own_labels(m) for m in batch.micro)
         labels, pp = ctx.group(self.plan.loss.label_axes), ctx.group("pp")

@@ -256,6 +256,13 @@ class Unit:
             handle.wait()
         self._summing.clear()
 
+    def forget_gradients(self) -> None:
+        """Let go what is not published."""
+        self.finish_sums()
+        self.grad = None
+        for p in self.pieces:
+            p.whole.grad = None
+
     def publish(self) -> None:
         """Add what was reduced to the shards' `.grad`."""
         if self.grad is not None:

@@ -9,7 +9,7 @@ of its gradients runs beside the backward of the blocks before it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,21 +39,11 @@ class Sharder:
     blocks: in the order of registration; rest: the block around them.
     release_after_use: what is kept cut is let go after each use, and gathered again in backward; else at `release`.
     reduce_always: gradients are reduced after every backward; else only after one announced by `last_backward`.
-    after_backward: called at the end of every backward.
     """
 
-    def __init__(
-        self,
-        blocks: Sequence[Block],
-        rest: Block,
-        *,
-        release_after_use: bool,
-        reduce_always: bool,
-        after_backward: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, blocks: Sequence[Block], rest: Block, *, release_after_use: bool, reduce_always: bool) -> None:
         self.blocks, self.rest = list(blocks), rest
         self.release_after_use, self.reduce_always = release_after_use, reduce_always
-        self.after_backward = after_backward
         self.units = [unit for block in [*self.blocks, rest] for unit in block.units]
         # Gradients are reduced in one order on every rank, about that of backward, whichever are there first.
         self._order = [*reversed(self.blocks), rest]
@@ -78,7 +68,7 @@ class Sharder:
 
     def before_forward(self, block: Block) -> None:
         """Make the block's parameters whole, and begin to make the next block's."""
-        if self._running:  # recomputed for a backward, which has gathered it
+        if self._running or not self.units:  # recomputed for a backward, which has gathered it
             return
         if block is self.rest:
             self._uses, self._at = Counter(), None
@@ -90,7 +80,7 @@ class Sharder:
 
     def after_forward(self, block: Block, output: Any, inputs: Sequence[Any] = ()) -> None:
         """Let the block's parameters go, and see to it that they are there for its backward."""
-        if self._running:
+        if self._running or not self.units:
             return
         # A block that hands its input on has computed nothing: the gradient of its output says nothing of it.
         outputs = [t for t in _tensors(output) if t.requires_grad and not any(t is x for x in inputs)]
@@ -140,8 +130,6 @@ class Sharder:
         for block in self._order:
             block.done = False
         self._next, self._running = 0, False
-        if self.after_backward is not None:
-            self.after_backward()
 
     # ---- gradients ------------------------------------------------------------------------------------------------
 
@@ -183,10 +171,20 @@ class Sharder:
     # ---- parameters -----------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Let all go that is kept cut. Also mends what an error left behind in a forward or a backward."""
-        self._running = False
+        """Let all go that is kept cut."""
         for unit in self.units:
             unit.release()
+
+    def reset(self) -> None:
+        """Forget what an error in an earlier step has left: gradients half reduced, parameters gathered."""
+        self._settle()
+        for unit in self.units:
+            unit.forget_gradients()
+        for block in self._order:
+            block.done = False
+        self._next = self._reduced = 0
+        self._last = self._running = False
+        self.release()
 
     def regather(self, tag: str = "parameters/step") -> None:
         """The shards were updated: make what is kept whole whole again, all units at once."""
@@ -204,12 +202,6 @@ class Sharder:
                 f"{changed} was changed on this rank, and the others have not seen it: make the optimizer with "
                 f"model.optimizer(...), and after other changes call model.share_updates()"
             )
-
-    def shards(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, shard) of every parameter."""
-        for unit in self.units:
-            for piece in unit.pieces:
-                yield piece.name, piece.shard
 
 
 def _gather(block: Block, following: Block | None, tag: str) -> None:

@@ -119,6 +119,32 @@ def reduce(ctx, whole, average):
         torch.testing.assert_close(p.shard.grad, want[first:last], rtol=1e-15, atol=0)
 
 
+def one_parameter(ctx, rows):
+    holder = nn.Module()
+    holder.w = nn.Parameter(value((rows, 3)))
+    member = Member("w", rows=rows_of(holder.w, ctx.world), shape=(rows, 3), owners=((holder, "w"),))
+    unit = Unit([member], ctx.world)
+    for _ in range(2):
+        unit.start_gather()
+        unit.gather()
+        assert torch.equal(holder.w, value((rows, 3)))
+        holder.w.grad = value((rows, 3)) * (ctx.rank + 1)
+        unit.release()
+        assert unit._whole.untyped_storage().nbytes() == 0
+        unit.start_reduce()
+        unit.finish_reduce()
+    unit.publish()
+    total = 2 * sum(range(1, ctx.world_size + 1))
+    assert torch.equal(holder.w.grad, rows_of(value((rows, 3)), ctx.world) * total)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("rows", [12, 7])
+def test_a_unit_of_one_parameter(size, rows):
+    """Where it divides, it is gathered into the storage itself, and its gradient is sent as it is."""
+    spawn(one_parameter, rows, world_size=size, backend="threads")
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("average", [True, False])
