@@ -286,10 +286,11 @@ def _show(console: Console, verdict: Verdict) -> None:
         console.print(Text.assemble(("EQUAL", "bold green"), verdict.sentence().removeprefix("equal")))
         return
     console.print(Text.assemble(("NOT EQUAL", "bold red"), ": ", (verdict.sentence(), "bold")))
-    rest = verdict.failures[1:]
+    rest = [f for f in verdict.failures[1:] if f.diagnosis]
     if rest:
-        console.print(Text(f"after it, in order of execution ({len(rest)} more):", style="dim"))
+        console.print(Text(f"after it, in order of execution ({len(rest)} more at this step):", style="dim"))
     for failure in rest[:SHOWN]:
-        console.print(Text(f"  step {failure.step}: {failure}"))
-    if len(rest) > SHOWN:
-        console.print(Text(f"  ... {len(rest) - SHOWN} more (--json FILE has all)", style="dim"))
+        console.print(Text(f"  {failure}"))
+    left = len(verdict.failures) - 1 - min(len(rest), SHOWN)
+    if left:
+        console.print(Text(f"  ... {left} more, which follow from these (--json FILE has all)", style="dim"))

@@ -167,3 +167,21 @@ def test_norms() -> None:
     assert "what rank 1 holds alone" in text(12.0, {0: cut[0], 1: cut[1]}, at)
     values = {r: torch.tensor(sum(s for _, s in cut[r].values()) ** 0.5, dtype=torch.float64) for r in cut}
     assert text(8.0, cut, at, values).startswith("differs between the ranks: each measured what it holds alone")
+
+
+def test_norms_that_miss_or_repeat_an_axis() -> None:
+    coords = {r: {"dp": r // 2, "tp": r % 2} for r in range(4)}
+    part = {r: (((r, r + 1),),) for r in range(4)}
+    quarters = {r: {"a": (part[r], float(2**r))} for r in range(4)}  # cut over both: 1 + 2 + 4 + 8
+    halves = {
+        r: {"a": (part[r % 2], (3.0, 5.0)[r % 2]), "c": (part[0], 7.0)} for r in range(4)
+    }  # a over tp, c over none
+
+    def text(square: float, total: float, held) -> str:  # type: ignore[no-untyped-def]
+        run, ref = (torch.tensor(x**0.5, dtype=torch.float64) for x in (square, total))
+        return explain_norm(Case(run, ref, "norm", {"dp": 2, "tp": 2}, coords=coords), held).text
+
+    assert text(1.0 + 4.0, 15.0, quarters) == "leaves out what tp > 0 holds: it is not summed over tp"
+    assert text(1.0 + 2.0, 15.0, quarters) == "leaves out what dp > 0 holds: it is not summed over dp"
+    assert text(30.0, 15.0, halves) == "counts what dp replicates 2 times"
+    assert text(3.0 + 5.0 + 2 * 7.0, 15.0, halves) == "counts what tp replicates 2 times"

@@ -88,7 +88,7 @@ def test_a_wrong_layout_exits_1_and_says_why(capsys, monkeypatch):  # type: igno
         (("--mesh", "cp=2"), "cp=2 cannot be"),
         (("--mesh", "dp=2", "--steps", "0"), "--steps 0: at least one"),
         (("--matrix", "small", "--mesh", "dp=2"), "drop --mesh"),
-        (("--mesh", "dq=2"), "unknown axis 'dq'"),
+        (("--mesh", "dq=2"), "unknown mesh axis 'dq'"),
         (("--mesh", "dp=2", "--json", "no/such/folder/x.json"), "cannot be written"),
         (("--matrix", "huge"), "invalid choice"),
         (("contrast", "a", "b"), "invalid choice: 'contrast'"),
