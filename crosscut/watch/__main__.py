@@ -80,6 +80,8 @@ class _Shell:
         self.dog = Watchdog(run, timeout_s, since=time.time() - 5) if watches else None
 
     def run_program(self) -> int:
+        if self.place is not None:
+            path_of(self.run, self.place.rank, "ring").unlink(missing_ok=True)  # of an earlier run
         environ = {**os.environ, RUN: str(self.run), MONITORED: "1"}
         command = [sys.executable, "-m", "crosscut.watch.child", *self.words]
         self.process = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE)

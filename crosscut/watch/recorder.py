@@ -20,7 +20,7 @@ import time
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -51,33 +51,29 @@ class Recorder:
             path_of(run, rank, kind).unlink(missing_ok=True)
         self.ring = RingWriter(path_of(run, rank, "ring"), rank, world_size, signal=int(STACK_SIGNAL), device=device)
         self.ring.section("set-up", SET_UP_S)
-        self._first = True
+        self._enter = self.ring.enter
+        self.complete: Callable[[int], None] = self._first_complete  # record that a call is done
         self._messages: Counter[tuple[int, str, int | None, int]] = Counter()
         self._lock = threading.Lock()
         self._stacks = path_of(run, rank, "stack").open("w")
 
     def enter(self, lane: int, call: Call, num_bytes: int, message_tag: int = 0, is_async: bool = False) -> int:
         """Record a call; returns its number."""
+        op, _, tag, kind, site, seq, shape, dtype, reduce_op, root, dim, ins, outs, peer = call
+        more: tuple[Any, ...] = ()
+        if is_async or message_tag or dim or ins is not None:
+            more = (dim, ins, outs, message_tag, is_async)
         with self._lock:
-            seq = call.seq
-            if call.peer is not None:
-                key = (lane, call.op, call.peer, message_tag)
-                self._messages[key] += 1
-                seq = self._messages[key]
-            more: tuple[Any, ...] = ()
-            if is_async or message_tag or call.dim or call.input_splits is not None:
-                more = (call.dim, call.input_splits, call.output_splits, message_tag, is_async)
-            return self.ring.enter(
-                *(lane, call.op, seq, num_bytes, call.site, call.shape, call.dtype, call.reduce_op, call.root),
-                *(call.peer, call.tag, call.kind, more),
-            )
+            if peer is not None:
+                key = (lane, op, peer, message_tag)
+                self._messages[key] = seq = self._messages[key] + 1
+            return self._enter(lane, op, seq, num_bytes, site, shape, dtype, reduce_op, root, peer, tag, kind, more)
 
-    def complete(self, number: int) -> None:
-        """Record that a call is done; the first one ends the set-up."""
+    def _first_complete(self, number: int) -> None:
+        """The first call that is done ends the set-up."""
         self.ring.complete(number)
-        if self._first:
-            self._first = False
-            self.ring.section("")
+        self.ring.section("")
+        self.complete = self.ring.complete
 
     def hook_process(self) -> None:
         """Write down what ends this process: exceptions, crashes, and Python's stacks whenever the signal comes."""
@@ -166,7 +162,7 @@ class Observer:
 
 
 class _Recorded:
-    """A call of a process group under way: a `Running` of `crosscut.comm.intercept`, or a back end's `Work`."""
+    """A call of a process group under way: a `Running` of `crosscut.comm.intercept`."""
 
     def __init__(self, recorder: Recorder, number: int, work: Any) -> None:
         self._recorder, self._number, self.work, self._open = recorder, number, work, True
@@ -182,9 +178,7 @@ class _Recorded:
         self._finished()
 
     def done(self) -> bool:
-        over = self.work is None or bool(
-            self.work.is_completed() if hasattr(self.work, "is_completed") else self.work.done()
-        )
+        over = self.work is None or bool(self.work.is_completed())
         if over:
             self._finished()
         return over
@@ -193,6 +187,24 @@ class _Recorded:
         if self._open:
             self._open = False
             self._recorder.complete(self._number)
+
+
+class _RecordedWork:
+    """A back end's `Work`, recorded."""
+
+    __slots__ = ("_number", "_recorder", "_work")
+
+    def __init__(self, recorder: Recorder, number: int, work: Any) -> None:
+        self._recorder, self._number, self._work = recorder, number, work
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._number:
+            self._recorder.complete(self._number)
+            self._number = 0
+
+    def done(self) -> bool:
+        return bool(self._work.done())
 
 
 class RecordedGroup:
@@ -207,10 +219,17 @@ class RecordedGroup:
         if name not in _CALLS:
             return value
 
+        recorder, lane, ledger, enter = self._recorder, self._lane, self._ledger, self._recorder.ring.enter
+
         def recorded(*args: Any) -> Any:
-            call = args[-1]
-            number = self._recorder.enter(self._lane, call, self._ledger.entries[-1].bytes)
-            return _Recorded(self._recorder, number, value(*args))
+            op, _, tag, kind, site, seq, shape, dtype, reduce_op, root, dim, ins, _, peer = call = args[-1]
+            size = ledger.entries[-1].bytes
+            if peer is None and ins is None:  # nearly every call, the short way
+                more = (dim,) if dim else ()
+                number = enter(lane, op, seq, size, site, shape, dtype, reduce_op, root, None, tag, kind, more)
+            else:
+                number = recorder.enter(lane, call, size)
+            return _RecordedWork(recorder, number, value(*args))
 
         setattr(self, name, recorded)  # next time it is found at once
         return recorded
@@ -220,8 +239,8 @@ class RecordedGroup:
         *rest, sent, received = args
         one = self._recorder.enter(self._lane, sent, self._ledger.entries[-2].bytes, is_async=True)
         two = self._recorder.enter(self._lane, received, 0)
-        work = _Recorded(self._recorder, one, self._inner.exchange(*rest, sent, received))
-        return _Recorded(self._recorder, two, work)
+        work = _RecordedWork(self._recorder, one, self._inner.exchange(*rest, sent, received))
+        return _RecordedWork(self._recorder, two, work)
 
 
 _CALLS = frozenset(

@@ -18,8 +18,8 @@ from crosscut.watch.lanes import INIT, Calls
 from crosscut.watch.reading import Record, Ring
 
 SLOWER = 0.15  # than its peers: a rank that needs 25% more stands out, the noise of a busy machine does not
-LEAST_S, OFTEN = 2e-3, 0.75  # by this much a step, and in this share of the steps
-MIN_STEPS, MIN_MESSAGES = 5, 20
+LEAST_S, OFTEN = 3e-3, 0.75  # by this much a step, and in this share of the steps
+MIN_STEPS, MIN_MESSAGES = 10, 20
 
 
 def find_straggler(rings: Mapping[int, Ring]) -> Verdict | None:
@@ -87,7 +87,8 @@ def _slow_link(rings: Mapping[int, Ring]) -> Verdict | None:
     times: dict[tuple[str, str, int], dict[tuple[int, ...], list[float]]] = defaultdict(lambda: defaultdict(list))
     for (_, src, dst, _), by_seq in calls.messages.items():
         for both in by_seq.values():
-            if len(both) == 2 and both["recv"].completed:
+            # Only where the receiver was there first: else the message may have arrived before anybody looked.
+            if len(both) == 2 and both["recv"].completed and both["recv"].entered <= both["send"].entered:
                 _add(times, both["send"], (src, dst), list(both.values()), both["recv"].completed)
     for (ranks, _), lane in calls.collectives.items():
         for here in lane.values():

@@ -56,6 +56,7 @@ class Watchdog:
         self._ranks: dict[int, _Seen] = {}
         self._calls = Calls()
         self._match_at = self._discover_at = 0.0
+        self._began = time.time()
         self._oom_before = _oom_kills()
         self.verdict: Verdict | None = None
 
@@ -121,7 +122,8 @@ class Watchdog:
                     continue
                 file = RingFile(path)
                 head = file.head()
-                if head.start_wall_ns / 1e9 >= self._since:
+                started = head.start_wall_ns / 1e9
+                if started >= self._since and (started >= self._began or look_at(head)[0]):  # else of an earlier run
                     self._ranks[head.rank] = _Seen(file)
 
     def _after_a_death(self) -> Verdict | None:

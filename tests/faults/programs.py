@@ -198,7 +198,7 @@ def links(inject, folder):
         if rank < size - 1:
             dist.send(torch.ones(64), rank + 1)
         optimizer.step()
-    dist.barrier()
+        dist.barrier()
 
 
 def crosscut_run(mesh, backend="shm", zero=0):

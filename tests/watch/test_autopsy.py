@@ -391,19 +391,25 @@ def test_a_hiccup_names_nobody():
     assert verdict_of(programs).verdict == "none"
 
 
-def test_a_slow_link():
-    """Four stages of a pipeline; the messages from stage 1 to stage 2 take longer."""
+def chain(slow):
+    """Four stages of a pipeline, each waiting for the one before; messages from stage 1 to stage 2 take `slow` ms."""
     lane = world(4)
     programs = {rank: [] for rank in range(4)}
     for step in range(30):
         for rank in range(4):
-            slow = 12.5 if rank in (1, 2) else 10.0
             if rank:
-                takes = slow if rank == 2 else 10.0
-                programs[rank].append(recv(lane, rank - 1, "p.py:1", step=step, takes_ms=takes))
+                programs[rank].append(
+                    recv(lane, rank - 1, "p.py:1", step=step, takes_ms=slow if rank == 2 else 10.0, ms=0)
+                )
             if rank < 3:
-                takes = slow if rank == 1 else 10.0
-                programs[rank].append(send(lane, rank + 1, "p.py:2", step=step, takes_ms=takes))
-    found = verdict_of(programs)
+                programs[rank].append(
+                    send(lane, rank + 1, "p.py:2", step=step, takes_ms=slow if rank == 1 else 10.0, ms=20)
+                )
+    return programs
+
+
+def test_a_slow_link():
+    found = verdict_of(chain(12.5))
     assert (found.verdict, found.culprits, found.axis) == ("straggler", [1, 2], "world")
     assert "link" in found.text
+    assert verdict_of(chain(10.0)).verdict == "none"

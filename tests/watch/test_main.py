@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from crosscut.watch.folder import python_stack
+from crosscut.watch.folder import look_at, python_stack
 from crosscut.watch.reading import read_ring
 
 SPAWNS = """
@@ -79,8 +79,8 @@ def test_ranks_that_the_program_spawns(tmp_path):
     body = json.loads((tmp_path / "run" / "autopsy.json").read_text())
     assert (body["verdict"], body["culprits"]) == ("stuck_outside", [1])
     for rank in range(2):
-        with pytest.raises(ProcessLookupError):
-            os.kill(read_ring(tmp_path / "run" / "ledger" / f"rank-{rank}.ring").pid, 0)
+        alive, _ = look_at(read_ring(tmp_path / "run" / "ledger" / f"rank-{rank}.ring"))
+        assert not alive
 
 
 @pytest.mark.xdist_group("processes")
@@ -118,3 +118,40 @@ Current thread 0x2 (most recent call first):
   File "/home/user/job/train.py", line 30 in <module>
 """
     assert python_stack(text) == ["job/train.py:12 in step", "job/train.py:30 in <module>"]
+
+
+INSTALLS = """
+import os, time
+import torch, torch.distributed as dist
+import crosscut.watch
+
+crosscut.watch.install(os.environ["WHERE"], hang_timeout=2)
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+for step in range(3):
+    dist.all_reduce(torch.ones(3))
+if dist.get_rank() == 1:
+    with crosscut.watch.section("looking at the data", 1):
+        time.sleep(100)
+dist.all_reduce(torch.ones(3))
+"""
+
+
+@pytest.mark.xdist_group("processes")
+def test_three_lines_in_the_program(tmp_path):
+    """Without the process around it: the first rank starts a monitor, which ends both ranks with exit code 3."""
+    (tmp_path / "train.py").write_text(INSTALLS)
+    port = str(28000 + os.getpid() % 900)
+    environ = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WHERE": "run"}
+    environ.update(GLOO_SOCKET_IFNAME="lo", LOCAL_WORLD_SIZE="2")
+    ranks = []
+    for rank in range(2):
+        own = {**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        errors = (tmp_path / f"{rank}.err").open("w")
+        ranks.append(subprocess.Popen([sys.executable, "train.py"], cwd=tmp_path, env=own, stderr=errors))
+        errors.close()
+    codes = [process.wait(60) for process in ranks]
+    said = (tmp_path / "0.err").read_text()
+    assert codes == [3, 3], said
+    assert "rank 0 waits in all_reduce(sum) #4 over world, at train.py:14 since" in said
+    assert 'rank 1 never came: it is outside any collective at train.py:13 in <module> (section "looking' in said
