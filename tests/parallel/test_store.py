@@ -21,6 +21,7 @@ from crosscut.models.transformer import next_token_loss
 from crosscut.parallel.batch import local_batch
 from crosscut.parallel.distribute import distribute
 from crosscut.parallel.inspect import spec_from_module
+from crosscut.parallel.shard import Unit
 from crosscut.testing.parity import assert_parity
 from tests.parallel import models
 from tests.parallel.test_parity import STEPS, check_bytes
@@ -109,6 +110,49 @@ def test_mlp(zero: int, mesh: str, form: str) -> None:
 @pytest.mark.parametrize("zero", STAGES)
 def test_in_two_processes_over_shm(zero: int) -> None:
     check_tokens("all", Layout.of("dp=2", zero=zero, micro_batches=2), backend="shm")
+
+
+def test_gathers_run_ahead_and_reductions_beside_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second step on: the next block's gather begins before a block computes, in forward and in backward, and
+    the reduction of a block is waited for after the backward of the block before it."""
+    events: list[str] = []
+
+    def note(method: str, word: str, when):  # type: ignore[no-untyped-def]
+        real = getattr(Unit, method)
+
+        def noted(self, tag=""):  # type: ignore[no-untyped-def]
+            if self.group.rank == 0 and when(self):
+                name = self.pieces[0].name.split(".")
+                events.append(f"{word} {name[1] if name[0] == 'layers' else 'rest'}")
+            return real(self, tag) if tag else real(self)
+
+        monkeypatch.setattr(Unit, method, noted)
+
+    note("start_gather", "gather", lambda unit: not unit.is_whole and unit._gathering is None)
+    note("start_reduce", "reduce", lambda unit: True)
+    note("finish_reduce", "reduced", lambda unit: unit._reducing is not None)
+    (inputs, labels), *_ = models.token_batches(4, 5, 48, 1)
+
+    def run(ctx):  # type: ignore[no-untyped-def]
+        model = build_model(ctx, "dp=2", 3)
+        batch = local_batch(inputs, labels, model.layout, ctx)
+        model.forward_backward(batch)
+        if ctx.rank == 0:
+            for i, layer in enumerate(model.module.layers):
+                layer.register_forward_pre_hook(lambda *_, i=i: events.append(f"forward {i}"))
+                layer.register_full_backward_hook(lambda *_, i=i: events.append(f"backward {i}"))
+        ctx.barrier()
+        if ctx.rank == 0:
+            events.clear()
+        model.forward_backward(batch)
+
+    spawn(run, world_size=2, backend="threads")
+    forward = "gather rest, gather 0, gather 1, forward 0, gather 2, forward 1, gather 3, forward 2, forward 3"
+    backward = (
+        "gather rest, gather 3, gather 2, backward 3, reduce 3, gather 1, backward 2, reduced 3, reduce 2, gather 0, "
+        "backward 1, reduced 2, reduce 1, backward 0, reduced 1, reduce 0, reduced 0, reduce rest, reduced rest"
+    )
+    assert ", ".join(events) == f"{forward}, {backward}"
 
 
 # ---- parameters of every kind
