@@ -129,7 +129,14 @@ def _layout(args: argparse.Namespace) -> int:
             raise ValueError(f"--backend {args.backend}: a model of one's own is compared on --backend threads")
         import torch
 
+        from crosscut.parallel.inspect import input_dims
+
         recipe = recipe_of(config)
+        if recipe.dims.params and "seq" not in input_dims(recipe.dims):
+            raise ValueError(
+                f"--model {config.model.name}: its table has no vocab and no seq, so what it reads is not known here; "
+                f"use crosscut.testing.assert_parity with a batch of its own"
+            )
         build, dims, loss_fn = recipe.build, recipe.dims, recipe.loss_fn
         generator = torch.Generator().manual_seed(7 + args.seed)
         rows = layout.micro_batches * layout.mesh.size(layout.batch_axes)

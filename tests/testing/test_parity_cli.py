@@ -65,6 +65,27 @@ def test_on_processes(capsys):  # type: ignore[no-untyped-def]
     assert "EQUAL: the largest error is" in capsys.readouterr().out
 
 
+TEXT_MODEL = """
+import torch, crosscut as cc
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(256, 6)
+        self.head = torch.nn.Linear(6, 256)
+    def forward(self, ids):
+        return self.head(self.embed(ids))
+DIMS = cc.Dims({"embed.weight": "vocab embed", "head.weight": "vocab embed", "head.bias": "vocab"})
+"""
+
+
+def test_a_model_of_ones_own(capsys, tmp_path):  # type: ignore[no-untyped-def]
+    (tmp_path / "own.py").write_text(TEXT_MODEL)
+    for mesh in ("dp=2", "tp=2", "dp=2,tp=2"):
+        assert body_of(capsys, "--model", f"{tmp_path / 'own.py'}:Model", "--mesh", mesh)["equal"] is True
+    assert main(["parity", "--model", f"{tmp_path / 'own.py'}:Model", "--mesh", "dp=2", "--backend", "shm"]) == 2
+    assert "on --backend threads" in capsys.readouterr().err
+
+
 def test_a_wrong_layout_exits_1_and_says_why(capsys, monkeypatch):  # type: ignore[no-untyped-def]
     from tests.mutations import bugs
 
@@ -91,11 +112,14 @@ def test_a_wrong_layout_exits_1_and_says_why(capsys, monkeypatch):  # type: igno
         (("--mesh", "dq=2"), "unknown mesh axis 'dq'"),
         (("--mesh", "dp=2", "--json", "no/such/folder/x.json"), "cannot be written"),
         (("--matrix", "huge"), "invalid choice"),
+        (("--model", "examples/03_own_model.py:MyModel"), "use crosscut.testing.assert_parity with a batch of its own"),
+        (("--model", "no.py:f"), "there is no file no.py"),
         (("contrast", "a", "b"), "invalid choice: 'contrast'"),
         (("compare", "a"), "RUN"),
     ],
 )
-def test_bad_usage(capsys, words, says):  # type: ignore[no-untyped-def]
+def test_bad_usage(capsys, monkeypatch, words, says):  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(EXAMPLE.parents[1])
     if "bf16" in words and "bf16" in matrix.DTYPES:
         pytest.fail("bf16 is executed now: compare it, and take this case out")
     if words == ("--mesh", "cp=2") and not matrix.refusal(matrix.Cell("cp=2", (), "transformer", 0)):
