@@ -27,6 +27,7 @@ HANG_S = {"cpu": 60.0, "cuda": 300.0}
 POLL_S, MATCH_S = 0.1, 1.0
 _GRACE_S = 0.4  # after the first death: who else ended, and with what error
 _LEFT_S = 1.0  # others wait for this long for a rank that has ended: it will not come
+_STALE_S = 3.0  # a rank may have started this much before the watchdog
 _SILENT = 10  # times the time-out: nobody waits, and nobody makes a call
 _KEPT = 256  # calls of a lane kept for comparing
 
@@ -123,7 +124,8 @@ class Watchdog:
                 file = RingFile(path)
                 head = file.head()
                 started = head.start_wall_ns / 1e9
-                if started >= self._since and (started >= self._began or look_at(head)[0]):  # else of an earlier run
+                # Dead when it is first seen, and older than this watchdog: left by an earlier run.
+                if started >= self._since and (started >= self._began - _STALE_S or look_at(head)[0]):
                     self._ranks[head.rank] = _Seen(file)
 
     def _after_a_death(self) -> Verdict | None:
@@ -174,6 +176,8 @@ class Watchdog:
 
     def facts(self, *, stacks: bool) -> dict[int, Facts]:
         """What is known of every rank now. `stacks`: have every rank write its Python stacks first."""
+        self._discover_at = 0.0
+        self._discover(time.monotonic())
         heads = {rank: seen.file.head() for rank, seen in self._ranks.items()}
         if stacks:
             collect_stacks(self.run, heads)

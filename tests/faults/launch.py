@@ -168,6 +168,7 @@ def _rank(scenario, folder, rank, port, install, environ):
             LOCAL_WORLD_SIZE=str(scenario.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
             GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", **{program.MONITORED: "1"}, **scenario.environ, **environ,
         )  # fmt: skip
+        dist.set_debug_level_from_env()  # torch was imported before this environment was there
         torch.manual_seed(1)
         random.seed(rank if scenario.fault == "seeds" else 0)
         if install:
