@@ -61,6 +61,8 @@ class HostWatch:
             if error.rank not in found.culprits:
                 kind = "exception" if error.traceback_text else "dead_rank"
                 found = Verdict(kind, str(error), [error.rank], evidence=found.evidence)
+            elif found.verdict == "dead_rank":  # the launcher knows the signal
+                found.text, found.evidence = str(error), [found.text, *found.evidence]
             write_autopsy(self._dog.run, found)
 
 
