@@ -385,6 +385,12 @@ def test_uniform_slowness_names_nobody():
     assert verdict_of(programs).verdict == "none"
 
 
+def test_a_rank_that_is_late_in_some_steps_names_nobody():
+    programs = same(3, 30)
+    programs[1] = [replace(op, ms=20 if op.step % 10 < 6 else 1) for op in programs[1]]
+    assert verdict_of(programs).verdict == "none"
+
+
 def test_a_hiccup_names_nobody():
     programs = same(3, 20)
     programs[1][30] = replace(programs[1][30], ms=500)

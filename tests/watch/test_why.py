@@ -64,6 +64,7 @@ def test_a_run_that_is_alive(tmp_path, capsys):
     for ring, lane in zip(rings, lanes, strict=True):
         ring.complete(ring.enter(lane, "barrier", 1, 0, "a.py:1"))
     rings[0].enter(lanes[0], "barrier", 2, 0, "a.py:2")
+    write_json(tmp_path / "autopsy.json", {"verdict": "oom", "text": "of an earlier attempt", "culprits": [0]})
     code, out, _ = why(tmp_path, "--json", "-", capsys=capsys)
     body = json.loads(out)
     assert code == 0
