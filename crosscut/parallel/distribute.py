@@ -34,11 +34,12 @@ from crosscut.parallel.pipeline.schedules import Action, add_communication, buil
 from crosscut.parallel.pipeline.stage import Stage
 from crosscut.parallel.standalone.elementwise import require_elementwise
 from crosscut.parallel.store import Store
+from crosscut.parallel.supported import DTYPES, refuse_unsupported
 from crosscut.parallel.tensor import cut_embedding, install_boundaries
+from crosscut.parallel.tied import TiedEnds
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 derive = lru_cache(maxsize=32)(rules.derive)  # ranks that are threads of one process derive one plan
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class DistributedModel:
         ctx.set_mesh(layout.mesh, self.plan.group_axes)
         self.stage = Stage(self.module, self.plan, ctx.coords["pp"], layout.mesh.size("pp"))
         hold_share(self.module, self.plan, ctx, DTYPES[layout.precision.compute], drawn, seed)
-        self._tied_groups = self._make_tied_groups()
+        self._tied = TiedEnds(self.plan, ctx)
         self._positions = accepts_positions(self.module)
         self._store = Store(self.module, self.plan, ctx)
         self._install()
@@ -134,7 +135,7 @@ class DistributedModel:
         output = self._run(batch, actions, "step")
         self._reducer.finish()
         self._sharder.finish(len(batch.micro) if self._sharder.reduce_always else 1)
-        self._sum_tied()
+        self._tied.sum(dict(self.named_parameters()), self._store)
         self._sharder.publish()
         for p, before in earlier:
             p.grad = before if p.grad is None else p.grad.add_(before)
@@ -351,33 +352,6 @@ class DistributedModel:
         self.plan = derive(self.spec, self.layout, batch=rows, seq=seq)
         self._sized = True
 
-    def _make_tied_groups(self) -> dict[tuple[int, int], Group]:
-        """This rank's group of two for each pair of stages that share a weight. Every rank helps to make all."""
-        mesh, own = self.layout.mesh, {}
-        for stages in sorted({tied.stages for tied in self.plan.tied}):
-            if stages == (0, mesh.size("pp") - 1) and mesh.size("pp") == 2:
-                own[stages] = self.ctx.group("pp")
-                continue
-            for column in mesh.partition(("pp",)):
-                pair = self.ctx.new_group(sorted(column[s] for s in stages), "pp")
-                if self.ctx.rank in pair.ranks:
-                    own[stages] = pair
-        return own
-
-    def _sum_tied(self) -> None:
-        """Ends that share a weight on two stages: each has a part of its gradient."""
-        params = dict(self.named_parameters())
-        for tied in self.plan.tied:
-            name = next((n for n in tied.names if n in params), None)
-            if name is None or not params[name].requires_grad or self.ctx.coords["pp"] not in tied.stages:
-                continue
-            held = params[name]
-            if name not in self._store.shards and held.grad is None:
-                held.grad = torch.zeros_like(held)
-            grad = self._store.reduced(name) if name in self._store.shards else held.grad
-            assert grad is not None
-            self._tied_groups[tied.stages].all_reduce(grad, tag=tied.tag)
-
 
 class _Watching:
     """Makes the contract mode active and known to the boundaries' exits."""
@@ -400,24 +374,3 @@ def _boundary_tag(action: Action) -> str:
     assert action.peer is not None
     first = min(action.stage, action.peer)
     return f"stage {first} -> {first + 1}/{'forward' if action.kind.endswith('F') else 'backward'}"
-
-
-def refuse_unsupported(layout: Layout) -> None:
-    """Raise ValueError naming what this engine cannot execute yet; the layout can still be explained and priced."""
-    for axis in ("cp",):
-        if layout.mesh.size(axis) > 1:
-            raise ValueError(
-                f"mesh axis {axis}={layout.mesh.size(axis)} cannot be executed yet (explain shows it); use dp, tp "
-                f"and pp"
-            )
-    if layout.recompute.policy != "none" or layout.recompute.regather:
-        raise ValueError(f'recompute policy {layout.recompute.policy!r} cannot be executed yet; use policy = "none"')
-    if layout.precision.compute not in DTYPES or layout.precision.reduce not in DTYPES:
-        raise ValueError(
-            f"precision compute={layout.precision.compute!r} cannot be executed yet; use one of {', '.join(DTYPES)}"
-        )
-    if layout.precision.reduce != layout.precision.compute:
-        raise ValueError(
-            f"precision reduce={layout.precision.reduce!r} beside compute={layout.precision.compute!r} cannot be "
-            f"executed yet; use the same for both"
-        )

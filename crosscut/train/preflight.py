@@ -39,7 +39,7 @@ def check(config: Config, start: run_folder.Start, *, launched: bool = False, ch
     `check_folder`: also whether the run folder may be used.
     """
     from crosscut.comm.choose import choose_backend
-    from crosscut.parallel.distribute import refuse_unsupported
+    from crosscut.parallel.supported import refuse_unsupported
 
     plan = plan_of(config)
     refuse_unsupported(config.layout)

@@ -1,0 +1,30 @@
+"""What this engine cannot execute yet, refused by name. Such a layout can still be explained and priced."""
+
+from __future__ import annotations
+
+import torch
+
+from crosscut.layout.layout import Layout
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+def refuse_unsupported(layout: Layout) -> None:
+    """Raise ValueError naming what the layout asks for and the engine cannot do."""
+    for axis in ("cp",):
+        if layout.mesh.size(axis) > 1:
+            raise ValueError(
+                f"mesh axis {axis}={layout.mesh.size(axis)} cannot be executed yet (explain shows it); use dp, tp "
+                f"and pp"
+            )
+    if layout.recompute.policy != "none" or layout.recompute.regather:
+        raise ValueError(f'recompute policy {layout.recompute.policy!r} cannot be executed yet; use policy = "none"')
+    if layout.precision.compute not in DTYPES or layout.precision.reduce not in DTYPES:
+        raise ValueError(
+            f"precision compute={layout.precision.compute!r} cannot be executed yet; use one of {', '.join(DTYPES)}"
+        )
+    if layout.precision.reduce != layout.precision.compute:
+        raise ValueError(
+            f"precision reduce={layout.precision.reduce!r} beside compute={layout.precision.compute!r} cannot be "
+            f"executed yet; use the same for both"
+        )
