@@ -25,10 +25,7 @@ from the fault to the verdict; *lost* counts the steps since the last checkpoint
 | slowest verdict on a hang (time-out 1.5 s) | {hang:.1f} s |
 
 """
-TOOLS = {
-    "Gloo time-out (4 s)": {},
-    "TORCH_DISTRIBUTED_DEBUG=DETAIL": {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
-}
+TOOLS: dict = {"Gloo time-out (4 s)": {}}  # name -> environment
 
 
 def write(path, outcomes):
