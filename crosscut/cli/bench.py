@@ -34,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the command to the command line."""
     parser = subparsers.add_parser(
         "bench",
-        help="measure the collectives of every back end, or the machine",
+        help="measure the collectives of every back end, whole steps, or the machine",
         description="; ".join(f"{name}: {text}" for name, text in BENCHES.items())
         + ". Ctrl-C keeps what was measured.",
     )
