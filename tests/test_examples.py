@@ -27,7 +27,7 @@ def load(name):
 
 
 def test_all_examples_are_short():
-    assert SCRIPTS[:4] == ["01_collectives.py", "02_data_parallel_by_hand.py", "03_own_model.py", "04_drop_in_fsdp.py"]
+    assert [name[:3] for name in SCRIPTS] == ["01_", "02_", "03_", "04_", "05_", "06_"]
     for name in SCRIPTS:
         assert len((EXAMPLES / name).read_text().splitlines()) < 60, name
 
@@ -101,3 +101,14 @@ def test_drop_in_fsdp(monkeypatch):
 @pytest.mark.parametrize("size", [1, 3])
 def test_drop_in_fsdp_on_other_world_sizes(size):
     assert all(off < 1e-9 for off in cc.spawn(load("04_drop_in_fsdp.py"), world_size=size, backend="threads"))
+
+
+def test_find_a_hang():
+    """It starts a job of its own, which hangs for the five seconds that it gives it."""
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "06_find_a_hang.py"], capture_output=True, text=True, timeout=100, check=True
+    )
+    lines = done.stdout.splitlines()
+    assert lines[0] == "the job ended with exit code 3; crosscut why says:"
+    assert "rank 1 never made that call" in done.stdout
+    assert lines[-1].startswith("as data: missing_call by rank 1 at ")

@@ -83,9 +83,9 @@ def test_a_run_in_processes_and_what_can_be_done_with_it(here, capsys):
     out, err = ranks.communicate(timeout=100)
     assert ranks.returncode == 0, err
     lines = out.splitlines()
-    assert [line.split()[0] for line in lines[:3]] == ["device", "back", "layout"]
+    assert [line.split()[0] for line in lines[:4]] == ["device", "back", "checked", "layout"]  # tests run checked
     assert "gloo" in lines[1]
-    assert "dp=2, 2 ranks: from small.toml" in lines[2]
+    assert "dp=2, 2 ranks: from small.toml" in lines[3]
     assert [line.split()[1] for line in lines if line.startswith("step ")] == ["2/6", "4/6", "6/6"]
     assert re.search(r"validation loss \d\.\d+ nats a byte \(counting bytes reaches", out)
     assert "a sample of what it writes:" in out
