@@ -71,6 +71,7 @@ def add_parser(subparsers: Any) -> None:
     compare.add_argument("--noise", metavar="REF2", help="a second correct run: the bound is 8 times its distance")
     compare.add_argument("--rtol", type=float, metavar="X", help="the bound, relative to a tensor's norm")
     add_json_argument(compare)
+    compare.set_defaults(json=argparse.SUPPRESS)  # one that is given before `compare` stays
     add_layout_arguments(parser)
     parser.add_argument("--matrix", choices=("small", "full"), help="many layouts: some, or all that 8 ranks admit")
     parser.add_argument("--backend", choices=BACKENDS, default="threads", help="how ranks talk (default threads)")
@@ -84,7 +85,12 @@ def run(args: argparse.Namespace) -> int:
     """Compare; 0 if all is equal, else 1."""
     check_destination(args.json)
     if args.action == "compare":
+        given = sorted(overrides_of(args))
+        if given:
+            raise ValueError(f"compare reads two folders and runs nothing; drop --{given[0].replace('_', '-')}")
         return _compare(args)
+    if not -(2**62) < args.seed < 2**62:  # torch takes 64 bits; data and weights add a little to it
+        raise ValueError(f"--seed {args.seed}: must be below 2^62 in size")
     if args.steps < 1:
         raise ValueError(f"--steps {args.steps}: at least one")
     if args.matrix is not None:
@@ -103,8 +109,8 @@ def _layout(args: argparse.Namespace) -> int:
     from functools import partial
 
     from crosscut.models.config import MLPConfig
-    from crosscut.parallel.distribute import DTYPES as EXECUTED
-    from crosscut.parallel.distribute import refuse_unsupported
+    from crosscut.parallel.supported import DTYPES as EXECUTED
+    from crosscut.parallel.supported import refuse_unsupported
     from crosscut.testing import matrix
     from crosscut.testing.parity import check_parity, single_device
     from crosscut.testing.verdict import FP64_BOUND

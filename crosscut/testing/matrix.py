@@ -24,8 +24,9 @@ from crosscut.models.mlp import MLP, mean_square
 from crosscut.models.shapes import mlp_spec, transformer_spec
 from crosscut.models.transformer import Transformer, next_token_loss
 from crosscut.parallel.batch import IGNORE
-from crosscut.parallel.distribute import DTYPES, LossFn, refuse_unsupported
+from crosscut.parallel.distribute import LossFn
 from crosscut.parallel.pipeline.schedules import build
+from crosscut.parallel.supported import DTYPES, refuse_unsupported
 from crosscut.testing.parity import Builder, GlobalBatch, RankReport, check_parity, single_device
 from crosscut.testing.verdict import FP64_BOUND, Verdict
 

@@ -22,7 +22,8 @@ from crosscut.layout.plan import Plan
 from crosscut.layout.spec import Dims
 from crosscut.models.init import draw
 from crosscut.parallel.batch import IGNORE, local_batch
-from crosscut.parallel.distribute import DTYPES, DistributedModel, LossFn, distribute
+from crosscut.parallel.distribute import DistributedModel, LossFn, distribute
+from crosscut.parallel.supported import DTYPES
 from crosscut.testing import probes
 from crosscut.testing.factors import MICRO, Ranges
 from crosscut.testing.verdict import (

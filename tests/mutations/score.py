@@ -18,7 +18,7 @@ from crosscut.layout.errors import LayoutError
 from crosscut.layout.layout import Layout
 from crosscut.models.config import MLPConfig, TransformerConfig
 from crosscut.parallel import distribute as engine
-from crosscut.parallel.distribute import DTYPES
+from crosscut.parallel.supported import DTYPES
 from crosscut.testing import matrix
 from crosscut.testing.noise import noisy_reference
 from crosscut.testing.parity import check_parity
