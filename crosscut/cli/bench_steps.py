@@ -30,8 +30,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--world-size {args.world_size}: these models are cut over 2 to 4 ranks (they have 4 layers)")
     if args.trials is not None and args.trials < 1:
         raise ValueError(f"--trials {args.trials}: at least one")
-    if args.seconds is not None and not args.seconds > 0:
-        raise ValueError(f"--seconds {args.seconds:g}: must be positive")
+    if args.seconds is not None and not 0 < args.seconds < float("inf"):
+        raise ValueError(f"--seconds {args.seconds:g}: must be positive and finite")
     plan = StepPlan(
         workloads=words("--workloads", args.workloads, tuple(WORKLOADS)) if args.workloads else tuple(WORKLOADS),
         parallels=words("--parallels", args.parallels, PARALLELS) if args.parallels else PARALLELS,

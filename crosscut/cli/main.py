@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the known word most like `word`, or nothing where none is like it."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    found = difflib.get_close_matches(word, [other for other in known if other != word], n=1, cutoff=0.5)
     return f"; did you mean {found[0]!r}?" if found else ""
 
 

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 
-def add_json_argument(parser: argparse.ArgumentParser) -> None:
+def add_json_argument(parser: argparse.ArgumentParser, default: str | None = None) -> None:
     """Add `--json FILE|-` to a command."""
-    parser.add_argument("--json", metavar="FILE|-", help="write the result as JSON to FILE, or to stdout for -")
+    words = "write the result as JSON to FILE, or to stdout for -"
+    parser.add_argument("--json", metavar="FILE|-", default=default, help=words)
 
 
 def check_destination(destination: str | None, flag: str = "--json") -> None:

@@ -70,8 +70,7 @@ def add_parser(subparsers: Any) -> None:
     compare.add_argument("run", metavar="RUN", help="the folder of the run in question")
     compare.add_argument("--noise", metavar="REF2", help="a second correct run: the bound is 8 times its distance")
     compare.add_argument("--rtol", type=float, metavar="X", help="the bound, relative to a tensor's norm")
-    add_json_argument(compare)
-    compare.set_defaults(json=argparse.SUPPRESS)  # one that is given before `compare` stays
+    add_json_argument(compare, default=argparse.SUPPRESS)  # one that is given before `compare` stays
     add_layout_arguments(parser)
     parser.add_argument("--matrix", choices=("small", "full"), help="many layouts: some, or all that 8 ranks admit")
     parser.add_argument("--backend", choices=BACKENDS, default="threads", help="how ranks talk (default threads)")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from crosscut.testing.capturing import FORMAT_VERSION, INDEX
@@ -85,10 +86,12 @@ def compare_captures(
         raise ValueError(f"--rtol {rtol:g}: must be above 0")
     ours, theirs = read_capture(ref), read_capture(run)
     check_comparable(ours, theirs)
+    _require_finite(ours)
     others = [theirs]
     if noise is not None:
         other = read_capture(noise)
         check_comparable(ours, other)
+        _require_finite(other)
         others.append(other)
         _align(ours, others)
         eps = torch.finfo(getattr(torch, ours.dtype)).eps
@@ -111,7 +114,8 @@ def read_capture(folder: str | Path) -> Capture:
     root = Path(folder)
     if not root.is_dir():
         raise ValueError(f"{folder}: there is no such folder")
-    steps = sorted((p for p in root.glob("step-*") if (p / INDEX).is_file()), key=lambda p: int(p.name[5:]))
+    found = [p for p in root.glob("step-*") if p.name[5:].isdecimal() and (p / INDEX).is_file()]
+    steps = sorted(found, key=lambda p: int(p.name[5:]))
     if not steps:
         if list(root.glob(".step-*.tmp")) or list(root.glob("step-*")):
             raise ValueError(f"{folder}: half written (the run was stopped before its first capture was whole)")
@@ -119,7 +123,10 @@ def read_capture(folder: str | Path) -> Capture:
     indices = tuple(_read_index(path) for path in steps)
     trace = Trace(first_step=int(steps[0].name[5:]))
     for path, index in zip(steps, indices, strict=True):
-        _add_step(trace, path, index)
+        try:
+            _add_step(trace, path, index)
+        except (LookupError, TypeError, AttributeError, SafetensorError) as error:  # noqa: PERF203
+            raise ValueError(f"{path}: damaged ({type(error).__name__}: {error}); run it again") from None
     trace.params = trace.each_params[-1]
     has_losses = all(any(value is not None for value, _ in index["losses"]) for index in indices)
     has_norms = all(any(value is not None for value in index["grad_norms"]) for index in indices)
@@ -131,12 +138,12 @@ def _read_index(path: Path) -> Mapping[str, Any]:
         index = json.loads((path / INDEX).read_text(encoding="utf-8"))
         if index["schema"] != "crosscut.capture":
             raise KeyError("schema")
-        version = int(index["format_version"])
+        version, files = int(index["format_version"]), dict(index["files"])
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path / INDEX}: not the index of a capture") from None
     if version > FORMAT_VERSION:
         raise ValueError(f"{path}: format_version {version} is newer than this crosscut reads ({FORMAT_VERSION})")
-    for name, size in index["files"].items():
+    for name, size in files.items():
         if not (path / name).is_file() or (path / name).stat().st_size != size:
             raise ValueError(f"{path / name}: missing or cut short; the capture is not whole, run it again")
     return index
@@ -189,6 +196,17 @@ def check_comparable(ref: Capture, run: Capture) -> None:
     for name, shape in ours.items():
         if theirs[name] != shape:
             raise ValueError(f"different models: {name} is {shape} in {ref.folder}, {theirs[name]} in {run.folder}")
+
+
+def _require_finite(ref: Capture) -> None:
+    for what, steps in ((".grad", ref.trace.grads), ("", ref.trace.each_params)):
+        for step, tensors in enumerate(steps, ref.trace.first_step):
+            bad = next((name for name, value in tensors.items() if not value.isfinite().all()), None)
+            if bad is not None:
+                raise ValueError(
+                    f"{ref.folder}: {bad}{what} holds NaN or infinite values at step {step}, and nothing can be judged "
+                    f"by it; give a run that is right"
+                )
 
 
 def _align(ref: Capture, others: Sequence[Capture]) -> None:

@@ -17,6 +17,7 @@ loads it for every user who has crosscut installed.
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import sys
 from pathlib import Path
@@ -146,8 +147,10 @@ def _read(mark: pytest.Mark, item: pytest.Function) -> tuple[int, str, float]:
         wrong = f"unknown argument {sorted(unknown)[0]!r}; use backend, timeout_s"
     elif backend is not None and backend not in BACKENDS:
         wrong = f"backend={backend!r} is unknown; use one of {', '.join(BACKENDS)}"
-    elif not timeout_s > 0:
+    elif not isinstance(timeout_s, int | float) or not timeout_s > 0:
         wrong = f"timeout_s={timeout_s!r} must be positive"
+    elif inspect.iscoroutinefunction(item.obj):  # called, it would run nothing and pass
+        wrong = f"{item.name} is async, which ranks do not await; call asyncio.run in a plain test"
     elif getattr(item.obj, "is_hypothesis_test", False):
         wrong = "hypothesis would draw other values on every rank; draw them from a seed that the test takes"
     if wrong:

@@ -59,10 +59,14 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("script", metavar="SCRIPT", help="the program to run")
     parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
     args = parser.parse_args(argv)
-    if args.hang_timeout is not None and args.hang_timeout <= 0:
+    if args.hang_timeout is not None and not args.hang_timeout > 0:
         raise ValueError(f"--hang-timeout {args.hang_timeout:g} must be positive")
     if args.module:
-        if find_spec(args.script) is None:
+        try:
+            found = find_spec(args.script)
+        except (ImportError, AttributeError, ValueError):  # a parent that is no package
+            found = None
+        if found is None:
             raise ValueError(f"-m {args.script}: no such module")
         return args, ["-m", args.script, *args.args]
     if not Path(args.script).is_file():

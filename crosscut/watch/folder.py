@@ -27,6 +27,8 @@ _FRAME = re.compile(r'^\s*File "(.+)", line (\d+) in (.+)$')
 _INNER = (f"{os.sep}torch{os.sep}", "importlib._bootstrap", "<frozen", "runpy.py", f"{os.sep}crosscut{os.sep}watch")
 _OURS = f"{os.sep}crosscut{os.sep}comm{os.sep}"
 
+_FAILURE = Failure.__dataclass_fields__  # a later version may write more
+
 
 def path_of(run: Path, rank: int, kind: str) -> Path:
     """The file of a rank: "ring", "error", "stack", "end" or "stop"."""
@@ -88,10 +90,11 @@ def facts_of(run: Path, ring: Ring) -> Facts:
     fact.alive, fact.state = look_at(ring)
     failure = _json(path_of(run, ring.rank, "error"))
     if failure and failure.pop("pid", 0) == ring.pid:
-        fact.failure = Failure(**failure)
+        fact.failure = Failure(**{"line": "", **{k: v for k, v in failure.items() if k in _FAILURE}})
     end = _json(path_of(run, ring.rank, "end"))
     if end and end.pop("pid", 0) in (ring.pid, 0):
-        fact.exit_code, fact.last_lines, fact.ended_s = end["exit_code"], end["last_lines"], end["ended_s"]
+        fact.exit_code, fact.last_lines = end.get("exit_code"), end.get("last_lines", [])
+        fact.ended_s = end.get("ended_s", 0.0)
         fact.oom_killed = bool(end.get("oom_killed"))
     elif ring.ended != RUNNING:
         fact.exit_code = ring.exit_code

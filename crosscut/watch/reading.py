@@ -101,6 +101,11 @@ class RingFile:
         version = HEAD.unpack_from(first)[1]
         if version > layout.FORMAT_VERSION:
             raise ValueError(f"{path}: format_version {version} is newer than {layout.FORMAT_VERSION}; update crosscut")
+        capacity, half = HEAD.unpack_from(first)[7:9]
+        fixed = layout.LANE_BYTES + layout.NUM_TOTALS * layout.TOTAL_BYTES + layout.NUM_LANES * 8
+        whole = HEADER_BYTES + capacity * RECORD.size + 2 * half + fixed
+        if len(self._map) < whole:
+            raise ValueError(f"{path}: cut short ({len(self._map)} of {whole} bytes); copy the whole file again")
 
     def close(self) -> None:
         """Let go of the file."""

@@ -13,6 +13,7 @@ from crosscut.bench.steps.memory import peak_bytes
 from crosscut.bench.steps.ranks import StepPlan, rank_main
 from crosscut.bench.steps.silent import SilentWorld
 from crosscut.bench.steps.workloads import WORKLOADS
+from crosscut.cli.main import main
 from crosscut.comm.context import Context
 
 KEYS = {
@@ -80,3 +81,9 @@ def test_peak_bytes_counts_what_lives_at_once():
         return step
 
     assert 20_000 <= peak_bytes(make) <= 20_200
+
+
+@pytest.mark.parametrize("seconds", ["0", "nan", "inf"])
+def test_seconds_are_positive_and_finite(capsys, seconds):
+    assert main(["bench", "steps", "--seconds", seconds]) == 2
+    assert f"--seconds {seconds}: must be positive and finite" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import torch
 
 import crosscut as cc
 from crosscut.cli.main import main
-from crosscut.testing import compare_captures
+from crosscut.testing import capture, compare_captures
 from tests.testing import programs
 
 RIGHT = [("ddp", 2, {}), ("ddp", 3, {}), ("fsdp", 2, {}), ("fsdp", 3, {}), ("fsdp", 2, {"clip": True}), ("tp", 2, {}),
@@ -156,6 +156,44 @@ def test_half_written_and_newer_captures(ref, tmp_path, capsys):  # type: ignore
     assert "not the index of a capture" in refused(capsys, good, str(run))
     index.write_text(text.replace('"format_version": 1', '"format_version": 2'))
     assert "format_version 2 is newer" in refused(capsys, good, str(run))
+
+
+def test_damaged_captures(ref, tmp_path, capsys):  # type: ignore[no-untyped-def]
+    good, run = str(ref[False]), tmp_path / "run"
+    shutil.copytree(good, run)
+    (run / "step-x").mkdir()
+    shutil.copy(run / "step-0" / "index.json", run / "step-x" / "index.json")
+    assert main(["parity", "compare", good, str(run)]) == 0
+    capsys.readouterr()
+    index, file = run / "step-0" / "index.json", run / "step-0" / "rank-0.safetensors"
+    whole = json.loads(index.read_text())
+    for key in ("files", "losses", "tensors", "world_size", "step", "grad_norms"):
+        index.write_text(json.dumps({name: value for name, value in whole.items() if name != key}))
+        assert "step-0" in refused(capsys, good, str(run))
+    index.write_text(json.dumps(whole))
+    file.write_bytes(b"\xff" * file.stat().st_size)
+    assert "step-0: damaged (SafetensorError" in refused(capsys, good, str(run))
+
+
+def test_a_reference_that_is_not_finite_is_refused(tmp_path, capsys):  # type: ignore[no-untyped-def]
+    for folder, value in (("good", 1.0), ("bad", float("nan"))):
+        model = torch.nn.Linear(3, 2).double()
+        model.weight.grad, model.bias.grad = torch.full_like(model.weight, value), torch.ones(2).double()
+        capture(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path / folder)
+    good, bad = str(tmp_path / "good"), str(tmp_path / "bad")
+    assert "bad: weight.grad holds NaN or infinite values at step 0" in refused(capsys, bad, good)
+    assert "bad: weight.grad holds NaN" in refused(capsys, good, good, "--noise", bad)
+    assert main(["parity", "compare", good, bad]) == 1
+
+
+def test_json_may_come_before_compare_and_a_layout_may_not(ref, tmp_path, capsys):  # type: ignore[no-untyped-def]
+    good = str(ref[False])
+    assert main(["parity", "--json", str(tmp_path / "out.json"), "compare", good, good]) == 0
+    assert json.loads((tmp_path / "out.json").read_text())["equal"] is True
+    assert main(["parity", "--mesh", "dp=2", "compare", good, good]) == 2
+    assert "drop --mesh" in capsys.readouterr().err
+    assert "unknown flag --mesh" in (said := refused(capsys, good, good, "--mesh", "dp=2"))
+    assert "did you mean '--mesh'" not in said
 
 
 def test_captures_of_other_steps_and_models(ref, tmp_path, capsys, monkeypatch):  # type: ignore[no-untyped-def]

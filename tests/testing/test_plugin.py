@@ -80,6 +80,14 @@ def test_other_backend():
 def test_other_argument():
     pass
 
+@pytest.mark.ranks(2, timeout_s="long")
+def test_other_timeout():
+    pass
+
+@pytest.mark.ranks(2, backend="threads")
+async def test_awaits():
+    raise AssertionError("never awaited")
+
 def test_without_the_mark(ctx):
     pass
 
@@ -98,7 +106,7 @@ def outcome(pytester):
 
 @pytest.mark.xdist_group("processes")
 def test_every_end_of_a_test(outcome):
-    outcome.assert_outcomes(passed=5, failed=10, errors=1, skipped=1, xfailed=1)
+    outcome.assert_outcomes(passed=5, failed=12, errors=1, skipped=1, xfailed=1)
     outcome.stdout.fnmatch_lines(["the fixture ctx needs @pytest.mark.ranks(n) on the test"])
     outcome.stdout.fnmatch_lines(
         [
@@ -120,6 +128,8 @@ def test_every_end_of_a_test(outcome):
             "@pytest.mark.ranks: the number of ranks is 0; use 1 to 16",
             "@pytest.mark.ranks: backend='mpi' is unknown; use one of threads, shm, gloo",
             "@pytest.mark.ranks: unknown argument 'world'; use backend, timeout_s",
+            "@pytest.mark.ranks: timeout_s='long' must be positive",
+            "@pytest.mark.ranks: test_awaits is async, which ranks do not await; *",
         ]
     )  # fmt: skip
     assert "distributed_c10d.py" not in outcome.stdout.str()

@@ -47,7 +47,9 @@ def watch(*words, **rest):
     [
         (["nowhere.py"], "nowhere.py: no such script"),
         (["-m", "no_such_module"], "no such module"),
+        (["-m", "os.path.more"], "-m os.path.more: no such module"),
         (["--hang-timeout", "-1", __file__], "must be positive"),
+        (["--hang-timeout", "nan", __file__], "must be positive"),
     ],
 )
 def test_what_is_wrong_with_the_call(words, said, tmp_path):

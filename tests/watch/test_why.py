@@ -1,6 +1,7 @@
 """`crosscut why`: run folders alive and dead, Flight Recorder dumps, and what cannot be read."""
 
 import json
+import os
 import pickle
 import struct
 import subprocess
@@ -80,6 +81,7 @@ def test_a_run_that_is_alive(tmp_path, capsys):
         ("missing", "no such folder"),
         ("empty", "holds no ledger"),
         ("half", "half written"),
+        ("cut", "cut short (5000 of "),
         ("newer", f"format_version {FORMAT_VERSION + 1} is newer than {FORMAT_VERSION}"),
     ],
 )
@@ -87,11 +89,11 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys, what, words):
     run = tmp_path / "run"
     if what != "missing":
         run.mkdir()
-    if what in ("half", "newer"):
+    if what in ("half", "cut", "newer"):
         ring = RingWriter(path_of(run, 0, "ring"), 0, 1)
         with open(ring.path, "r+b") as file:
-            if what == "half":
-                file.truncate(100)
+            if what in ("half", "cut"):
+                file.truncate({"half": 100, "cut": 5000}[what])
             else:
                 file.seek(8)
                 file.write(struct.pack("<I", FORMAT_VERSION + 1))
@@ -99,6 +101,16 @@ def test_what_cannot_be_read_is_one_line(tmp_path, capsys, what, words):
     assert (code, out) == (2, "")
     assert words in err
     assert err.count("\n") == 1
+
+
+def test_files_of_another_version_beside_the_ledger(tmp_path, capsys):
+    ring = RingWriter(path_of(tmp_path, 0, "ring"), 0, 1)
+    ring.end(1)
+    write_json(path_of(tmp_path, 0, "error"), {"pid": os.getpid(), "line": "KeyError: 'w'", "of_later": 1})
+    write_json(path_of(tmp_path, 0, "end"), {"pid": 0})
+    code, out, err = why(tmp_path, capsys=capsys)
+    assert (code, err) == (0, "")
+    assert "KeyError: 'w'" in out
 
 
 @pytest.mark.parametrize("form", ["json", "pickle"])
