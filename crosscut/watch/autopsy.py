@@ -153,4 +153,5 @@ def _nothing(case: Case) -> Verdict:
         return Verdict("none", "no rank has recorded a call")
     ended = all(ring.ended == FINISHED for ring in case.rings.values())
     said = "every rank has ended by itself" if ended else "no rank waits for one that does not come"
-    return Verdict("none", f"nothing wrong was found: {said}; {min(counts)} to {max(counts)} calls a rank")
+    each = f"{min(counts)} to {max(counts)}" if min(counts) < max(counts) else f"{max(counts)}"
+    return Verdict("none", f"nothing wrong was found: {said}; {each} calls a rank")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from textwrap import shorten
 
 from crosscut.comm.errors import ranks_text
 from crosscut.comm.wording import waits_text
@@ -81,7 +82,7 @@ class Case:
 
     def folded(self, culprits: list[int]) -> list[str]:
         others = [
-            f"rank {rank}: {fact.failure.line[:160]}"
+            f"rank {rank}: {shorten(fact.failure.line, 160, placeholder=' ...')}"
             for rank, fact in sorted(self.facts.items())
             if fact.failure is not None and rank not in culprits
         ]

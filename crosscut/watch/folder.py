@@ -53,7 +53,9 @@ def diagnose(run: Path, *, facts: dict[int, Facts] | None = None) -> Verdict:
     if not facts:
         dumps = read_dumps(run)
         if not dumps:
-            raise ValueError(f"{run}: holds no ledger (ledger/rank-N.ring) and no Flight Recorder dump")
+            newest = max(run.glob("*/ledger"), key=lambda path: path.stat().st_mtime, default=None)
+            hint = f"; its newest run is {newest.parent}" if newest else ""
+            raise ValueError(f"{run}: holds no ledger (ledger/rank-N.ring) and no Flight Recorder dump{hint}")
         facts = {rank: Facts(rank, ring) for rank, ring in dumps.items()}
         return autopsy(facts, len(facts))
     size = max(fact.ring.world_size for fact in facts.values() if fact.ring is not None)

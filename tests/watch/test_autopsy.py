@@ -1,12 +1,15 @@
 """Every kind of verdict, from rings on paper: 1 to 8 ranks, groups that overlap, messages, rings that have wrapped."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
 
 from crosscut.watch.autopsy import autopsy
+from crosscut.watch.case import Case
 from crosscut.watch.facts import VERDICTS, Facts, Failure
+from crosscut.watch.folder import diagnose
 from crosscut.watch.reading import Lane
 
 from .synthetic import START_S, Op, recv, reduce, run, send, steps
@@ -419,3 +422,21 @@ def test_a_slow_link():
     assert (found.verdict, found.culprits, found.axis) == ("straggler", [1, 2], "world")
     assert "link" in found.text
     assert verdict_of(chain(10.0)).verdict == "none"
+
+
+def test_a_folder_of_runs_names_the_newest(tmp_path):
+    for age, name in enumerate(["older", "newer", "oldest"]):
+        ledger = tmp_path / name / "ledger"
+        ledger.mkdir(parents=True)
+        os.utime(ledger, (1e9, 1e9 - (age - 1) ** 2))
+    with pytest.raises(ValueError, match=r"holds no ledger .*; its newest run is .*/newer$"):
+        diagnose(tmp_path)
+
+
+def test_equal_numbers_of_calls_are_told_once_and_a_long_error_says_that_it_was_cut():
+    even = run(same(2))
+    assert autopsy(even, 2).text.endswith("; 18 calls a rank")
+    even[1].failure = Failure("RuntimeError: " + "word " * 60)
+    (line,) = Case(even, 2).folded([0])
+    assert line.endswith("word ...")
+    assert len(line) < 180
