@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     if args.steps < 1:
         raise ValueError(f"--steps {args.steps}: at least one")
     if args.matrix is not None:
-        given = sorted(overrides_of(args))
+        given = sorted(overrides_of(args)) + ["world_size"] * (args.world_size is not None)
         if given:
             flag = given[0].replace("_", "-")
             raise ValueError(f"--matrix {args.matrix} makes its own layouts and models; drop --{flag}")

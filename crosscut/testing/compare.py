@@ -82,8 +82,8 @@ def compare_captures(
     """
     if noise is not None and rtol is not None:
         raise ValueError("--noise and --rtol both set the bound; give one")
-    if rtol is not None and not rtol > 0:
-        raise ValueError(f"--rtol {rtol:g}: must be above 0")
+    if rtol is not None and not 0 < rtol < float("inf"):
+        raise ValueError(f"--rtol {rtol:g}: must be above 0 and finite")
     ours, theirs = read_capture(ref), read_capture(run)
     check_comparable(ours, theirs)
     _require_finite(ours)

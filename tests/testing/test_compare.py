@@ -138,7 +138,8 @@ def test_folders_that_are_no_captures(ref, tmp_path, capsys):  # type: ignore[no
     (tmp_path / "empty").mkdir()
     assert "no capture in it" in refused(capsys, good, str(tmp_path / "empty"))
     assert "give one" in refused(capsys, good, good, "--noise", good, "--rtol", "0.1")
-    assert "above 0" in refused(capsys, good, good, "--rtol", "-1")
+    for rtol in ("-1", "nan", "inf"):
+        assert f"--rtol {rtol}: must be above 0 and finite" in refused(capsys, good, good, "--rtol", rtol)
 
 
 def test_half_written_and_newer_captures(ref, tmp_path, capsys):  # type: ignore[no-untyped-def]

@@ -110,6 +110,7 @@ def test_a_wrong_layout_exits_1_and_says_why(capsys, monkeypatch):  # type: igno
         (("--mesh", "dp=2", "--steps", "0"), "--steps 0: at least one"),
         (("--mesh", "dp=2", "--seed", str(2**63)), f"--seed {2**63}: must be below 2^62"),
         (("--matrix", "small", "--mesh", "dp=2"), "drop --mesh"),
+        (("--matrix", "small", "--world-size", "2"), "drop --world-size"),
         (("--mesh", "dq=2"), "unknown mesh axis 'dq'"),
         (("--mesh", "dp=2", "--json", "no/such/folder/x.json"), "cannot be written"),
         (("--matrix", "huge"), "invalid choice"),
