@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from textwrap import shorten
 
-from crosscut.comm.errors import ranks_text
+from crosscut.comm.errors import one_line, ranks_text
 from crosscut.comm.wording import waits_text
 from crosscut.watch.facts import Facts, Verdict
 from crosscut.watch.lanes import Calls, Divergence, lane_key, text
@@ -82,7 +81,7 @@ class Case:
 
     def folded(self, culprits: list[int]) -> list[str]:
         others = [
-            f"rank {rank}: {shorten(fact.failure.line, 160, placeholder=' ...')}"
+            f"rank {rank}: {one_line(fact.failure.line, 160)}"
             for rank, fact in sorted(self.facts.items())
             if fact.failure is not None and rank not in culprits
         ]
