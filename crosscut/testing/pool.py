@@ -197,9 +197,7 @@ def _serve(connection: Connection, port: int, parent: int, folder: str) -> None:
                 register_shm()
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
             world = TorchWorld(backend, torch.device("cpu"), timeout_s, check=bool(check))
-            ctx = Context(
-                world, backend_why="the test pool", threads=1, threads_why="the test pool", check_why=check
-            )
+            ctx = Context(world, backend_why="the test pool", threads=1, threads_why="the test pool", check_why=check)
             outcome = pickle_value(rank, run_rank(ctx, fn, args, kwargs))
         except BaseException as error:
             outcome = pickle.dumps(describe_failure(error))

@@ -285,3 +285,25 @@ def differ(ctx, kind):
 def test_modules_that_differ(kind, message):
     with pytest.raises(ValueError, match=message):
         on_threads(differ, 3, kind)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: cc.data_parallel([1]), r"data_parallel: \[1\] is a list; pass a torch.nn.Module"),
+        (lambda: cc.fully_shard([1]), r"fully_shard: \[1\] is a list; pass a torch.nn.Module"),
+        (lambda: cc.data_parallel(nn.LazyLinear(3)), "'weight' is lazy and has no shape yet; run one forward"),
+        (lambda: cc.fully_shard(nn.LazyLinear(3)), "'weight' is lazy and has no shape yet; run one forward"),
+        (lambda: cc.fully_shard(nn.Linear(2, 2), 5), r"compute_dtype=5 is no torch.dtype \(the group is group=...\)"),
+        (lambda: cc.ShardedOptimizer(nn.Linear(2, 2), torch.optim.AdamW), r"pass module.parameters\(\)"),
+        (lambda: cc.ShardedOptimizer(nn.Linear(2, 2).parameters(), 3), "3 is no class of optimizer"),
+        (
+            lambda: cc.ShardedOptimizer(nn.Linear(2, 2).parameters(), torch.optim.SGD, foo=1),
+            "SGD does not take {'foo': 1}",
+        ),
+    ],
+)
+def test_things_of_another_kind(monkeypatch, call, message):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ValueError, match=message):
+        call()

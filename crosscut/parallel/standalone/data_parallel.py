@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from crosscut.comm.group import Group
 from crosscut.parallel.data import Bucket, BucketReducer, Owed
 from crosscut.parallel.standalone.backward import at_end_of_backward, in_backward, when_backward_reaches
-from crosscut.parallel.standalone.ranks import Ranks, own, owner, prepare
+from crosscut.parallel.standalone.ranks import Ranks, check_module, own, owner, prepare
 
 M = TypeVar("M", bound=nn.Module)
 WRAP = "_crosscut_wrap"  # where a module keeps what its hooks share, for no_sync to find
@@ -41,6 +41,7 @@ def data_parallel(module: M, group: Ranks = None, *, bucket_bytes: int = 25_000_
     (the first name, with both values), for sparse gradients, and in backward for a parameter whose gradient comes
     twice (reentrant checkpointing).
     """
+    check_module("data_parallel", module)
     _refuse(module)
     joined = prepare("data_parallel", module, group)
     for p in module.parameters():

@@ -29,7 +29,7 @@ from crosscut.comm.group import Group
 from crosscut.parallel.data import Owed
 from crosscut.parallel.standalone.backward import at_end_of_backward, in_backward, when_backward_reaches
 from crosscut.parallel.standalone.data_parallel import WRAP, AverageReducer
-from crosscut.parallel.standalone.ranks import Ranks, prepare
+from crosscut.parallel.standalone.ranks import Ranks, check_module, prepare
 from crosscut.parallel.standalone.units import AverageUnit, find_blocks, make_units, watch_optimizers
 
 M = TypeVar("M", bound=nn.Module)
@@ -62,6 +62,9 @@ def fully_shard(
     Raises ValueError for a module wrapped already, for modules that differ between ranks (the first name, with both
     values), and at its first step for an optimizer that holds the parameters from before.
     """
+    check_module("fully_shard", module)
+    if compute_dtype is not None and not isinstance(compute_dtype, torch.dtype):
+        raise ValueError(f"fully_shard: compute_dtype={compute_dtype!r} is no torch.dtype (the group is group=...)")
     if WRAP in module.__dict__:
         raise ValueError(f"fully_shard: this {type(module).__name__} is wrapped already; wrap a module once")
     joined = prepare("fully_shard", module, group)

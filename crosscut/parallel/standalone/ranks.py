@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from crosscut.comm.backends.base import World
 from crosscut.comm.backends.solo import SoloWorld
@@ -85,6 +86,15 @@ def copy_from_first(group: Group, tensors: Iterable[Tensor], tag: str) -> None:
     """Every rank gets rank 0's values, so that ranks that were seeded differently start equal."""
     for x in tensors:
         group.broadcast(x.detach(), src=0, tag=tag, kind="control")
+
+
+def check_module(what: str, module: object) -> None:
+    """Raise ValueError unless `module` is a module whose parameters have their shapes."""
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"{what}: {module!r:.60} is a {type(module).__name__}; pass a torch.nn.Module")
+    for name, x in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(x):
+            raise ValueError(f"{what}: {name!r} is lazy and has no shape yet; run one forward before wrapping")
 
 
 def prepare(what: str, module: nn.Module, group: Ranks) -> Group:

@@ -54,10 +54,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, params: Any, cls: type[torch.optim.Optimizer], *, group: Ranks = None, **kw: Any) -> None:
+        if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+            raise ValueError(f"ShardedOptimizer: {cls!r:.60} is no class of optimizer; pass torch.optim.AdamW, say")
+        if isinstance(params, nn.Module):
+            raise ValueError("ShardedOptimizer: params is a module; pass module.parameters()")
         params, tensors = _listed(params)
         device = tensors[0].device if tensors else torch.device("cpu")
         self.group: Group = join(group, device)
-        self.inner = cls([nn.Parameter(torch.zeros(1, 1, device=device))], **kw)
+        try:
+            self.inner = cls([nn.Parameter(torch.zeros(1, 1, device=device))], **kw)
+        except TypeError as error:
+            raise ValueError(f"ShardedOptimizer: {cls.__name__} does not take {kw}: {error}") from error
         require_elementwise(cls, kw, "ShardedOptimizer")
         self.inner.param_groups.clear()
         self._parts: list[list[_Part]] = []  # of each param group
