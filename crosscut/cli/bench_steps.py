@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from crosscut.cli.output import check_destination, write_json
@@ -17,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     from crosscut.bench.plan import BACKENDS, check_backends, default_backends, words
-    from crosscut.bench.steps.measure import measure, show
+    from crosscut.bench.steps.measure import measure, show, to_markdown
     from crosscut.bench.steps.ranks import StepPlan
     from crosscut.bench.steps.workloads import PARALLELS, WORKLOADS
 
@@ -41,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
         trials=args.trials or MOST_TRIALS,
     )
     check_destination(args.json)
+    check_destination(args.markdown, "--markdown")
     console = Console(stderr=True)
     columns = (TextColumn("{task.description:<32}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not sys.stderr.isatty()) as progress:
@@ -56,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
     if steps.rows:
         if args.json:
             write_json(args.json, "crosscut.bench.steps", {"rows": steps.rows})
+        if args.markdown:
+            Path(args.markdown).write_text(to_markdown(steps), encoding="utf-8")
         if args.json != "-":
             show(steps, Console(highlight=False))
     if steps.error is not None:

@@ -1,14 +1,17 @@
 """The benchmark of steps: every contender makes a step, silence changes no work, and rows say what was measured."""
 
+import io
 import json
 import statistics
 from math import comb
 
 import pytest
 import torch
+from rich.console import Console
 
 from crosscut.bench import trials
 from crosscut.bench.steps import contenders
+from crosscut.bench.steps.measure import Steps, show, to_markdown
 from crosscut.bench.steps.memory import peak_bytes
 from crosscut.bench.steps.ranks import StepPlan, rank_main
 from crosscut.bench.steps.silent import SilentWorld
@@ -87,3 +90,24 @@ def test_peak_bytes_counts_what_lives_at_once():
 def test_seconds_are_positive_and_finite(capsys, seconds):
     assert main(["bench", "steps", "--seconds", seconds]) == 2
     assert f"--seconds {seconds}: must be positive and finite" in capsys.readouterr().err
+
+
+def test_tables():
+    """On the screen within 80 columns, and as Markdown with as many cells in every row."""
+    row = dict.fromkeys(KEYS, 1.2345) | {
+        "ours_ms": 12345.6,
+        "peer_ms": 9876.5,
+        "workload": "mlp",
+        "parallel": "fsdp",
+        "backend": "gloo",
+    }
+    row |= {"peak_memory_bytes": 123_456_789, "peer_peak_memory_bytes": 99_000_000}
+    steps = Steps(StepPlan(("mlp", "transformer"), ("fsdp",), ("gloo",), 2, 1.0, 5), [row])
+    out = io.StringIO()
+    show(steps, Console(file=out, width=80, highlight=False))
+    lines = out.getvalue().splitlines()
+    assert any(line.split()[:2] == ["fsdp", "gloo"] for line in lines)
+    assert all(len(line.rstrip()) <= 80 for line in lines)
+    table = [line for line in to_markdown(steps).splitlines() if line.startswith("|")]
+    assert len(table) == 3
+    assert len({line.count("|") for line in table}) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from crosscut.bench.machine import host
 from crosscut.bench.measure import following, sigterm
 from crosscut.bench.steps.ranks import StepPlan, rank_main
 from crosscut.bench.steps.workloads import WORKLOADS
@@ -57,23 +59,55 @@ def measure(plan: StepPlan, on_event: Callable[[Row], None] = lambda event: None
     return result
 
 
-def show(steps: Steps, console: Console) -> None:
-    """A table for each workload, and what the columns mean."""
+COLUMNS = ("", "on", "ours ms", "peer ms", "ratio", "(95%)", "no comm", "exposed", "eff.", "MB")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row in words, under COLUMNS."""
+    return (
+        row["parallel"], row["backend"], f"{row['ours_ms']:.1f}", f"{row['peer_ms']:.1f}", f"{row['ratio']:.2f}",
+        f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}", f"{row['no_comm_ms']:.1f}", f"{row['exposed']:.2f}",
+        f"{row['efficiency']:.0%}", f"{row['peak_memory_bytes'] / 1e6:.0f}/{row['peer_peak_memory_bytes'] / 1e6:.0f}",
+    )  # fmt: skip
+
+
+def by_workload(steps: Steps) -> list[tuple[str, list[Row]]]:
+    """A title and the rows of each workload."""
+    found = []
     for name in steps.plan.workloads:
         rows = [row for row in steps.rows if row["workload"] == name]
-        if not rows:
-            continue
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for column in ("", "on", "ours ms", "peer ms", "ratio", "(95%)", "no comm", "exposed", "eff.", "MB"):
+        if rows:
+            found.append((f"{WORKLOADS[name].text}; on one device {rows[0]['single_ms']:.1f} ms", rows))
+    return found
+
+
+def show(steps: Steps, console: Console) -> None:
+    """A table for each workload, and what the columns mean."""
+    for title, rows in by_workload(steps):
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        for column in COLUMNS:
             table.add_column(column, justify="left" if column in ("", "on", "(95%)") else "right", no_wrap=True)
         for row in rows:
-            table.add_row(
-                row["parallel"], row["backend"], f"{row['ours_ms']:.1f}", f"{row['peer_ms']:.1f}",
-                f"{row['ratio']:.2f}", f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}", f"{row['no_comm_ms']:.1f}",
-                f"{row['exposed']:.2f}", f"{row['efficiency']:.0%}",
-                f"{row['peak_memory_bytes'] / 1e6:.0f}/{row['peer_peak_memory_bytes'] / 1e6:.0f}",
-            )  # fmt: skip
-        console.print(f"{WORKLOADS[name].text}; on one device {rows[0]['single_ms']:.1f} ms")
+            table.add_row(*cells(row))
+        console.print(title)
         console.print(table)
         console.print()
     console.print(EXPLANATION)
+
+
+def to_markdown(steps: Steps) -> str:
+    """The same tables for a document."""
+    plan, lines = steps.plan, ["# Benchmark of training steps", ""]
+    made = f"Made by `crosscut bench steps --world-size {plan.world_size} --markdown FILE`"
+    lines += [f"{made} on {datetime.date.today()}: {_machine()}. One thread a rank.", ""]
+    for title, rows in by_workload(steps):
+        lines += [f"**{title}**", "", "| " + " | ".join(COLUMNS) + " |", "|---|---|" + "---:|" * (len(COLUMNS) - 2)]
+        lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
+        lines.append("")
+    return "\n".join([*lines, "```", EXPLANATION, "```", ""])
+
+
+def _machine() -> str:
+    """The machine in a few words."""
+    found = host()
+    return f"{found['cpu']}, {found['cores']} cores, Python {found['python']}, torch {found['torch']}"
