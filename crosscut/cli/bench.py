@@ -52,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--out", metavar="FILE", help="machine: where to write the profile (default: crosscut's cache)")
     parser.add_argument("--workloads", metavar="NAME,...", help="steps: of mlp, transformer, transformer-small")
     parser.add_argument("--parallels", metavar="NAME,...", help="steps: of ddp, fsdp, tp, pp (default: all)")
-    parser.add_argument("--seconds", type=float, metavar="S", help="steps: of trials for each row (default 12)")
+    parser.add_argument("--seconds", type=float, metavar="S", help="steps: of trials for each row (default 5)")
     parser.add_argument("--markdown", metavar="FILE", help="steps: write the tables for a document")
     add_json_argument(parser)
 

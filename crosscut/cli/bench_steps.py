@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         parallels=words("--parallels", args.parallels, PARALLELS) if args.parallels else PARALLELS,
         backends=backends,
         world_size=args.world_size,
-        seconds=args.seconds or 12.0,
+        seconds=args.seconds or 5.0,
         trials=args.trials or MOST_TRIALS,
     )
     check_destination(args.json)

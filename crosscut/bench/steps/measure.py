@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,10 @@ def measure(plan: StepPlan, on_event: Callable[[Row], None] = lambda event: None
             path.touch()
             try:
                 with following(path, take), sigterm():
-                    spawn(rank_main, plan, str(path), world_size=plan.world_size, backend=backend)
+                    known = {row["workload"]: row["single_ms"] / 1e3 for row in result.rows}
+                    spawn(
+                        rank_main, replace(plan, single_s=known), str(path), world_size=plan.world_size, backend=backend
+                    )
             except (Exception, KeyboardInterrupt, SystemExit) as error:
                 result.error = error
                 break
@@ -100,6 +103,8 @@ def to_markdown(steps: Steps) -> str:
     plan, lines = steps.plan, ["# Benchmark of training steps", ""]
     made = f"Made by `crosscut bench steps --world-size {plan.world_size} --markdown FILE`"
     lines += [f"{made} on {datetime.date.today()}: {_machine()}. One thread a rank.", ""]
+    if steps.error is not None:
+        lines += ["The run was stopped early: rows are missing.", ""]
     for title, rows in by_workload(steps):
         lines += [f"**{title}**", "", "| " + " | ".join(COLUMNS) + " |", "|---|---|" + "---:|" * (len(COLUMNS) - 2)]
         lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]

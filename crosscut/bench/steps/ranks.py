@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from crosscut.bench.steps.silent import SilentWorld
 from crosscut.bench.steps.workloads import WORKLOADS, Workload
 from crosscut.comm.context import Context
 
-MIN_TRIALS = 5
+MIN_TRIALS = 4
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class StepPlan:
     world_size: int
     seconds: float
     trials: int
+    single_s: dict[str, float] = field(default_factory=dict)  # of workloads measured on one device already
 
     def num_cells(self) -> int:
         """Rows of the result."""
@@ -43,7 +44,7 @@ def rank_main(ctx: Context, plan: StepPlan, path: str) -> None:
     with Events(ctx, path) as events:
         for name in plan.workloads:
             workload = WORKLOADS[name]
-            single_s = _single(ctx, workload)
+            single_s = plan.single_s.get(name) or _single(ctx, workload)
             for parallel in plan.parallels:
                 events.say("cell", workload=name, parallel=parallel, backend=ctx.backend)
                 events.say("row", **_cell(ctx, plan, workload, parallel, single_s))
@@ -83,12 +84,12 @@ def _cell(ctx: Context, plan: StepPlan, workload: Workload, parallel: str, singl
     def slowest(own: list[float]) -> list[float]:
         return [max(column) for column in zip(*ctx.all_gather_object(own, tag="times"), strict=True)]
 
-    once = slowest([trials.timed(step, 2, start, _nothing) for step in made])
+    once = slowest([trials.timed(step, 1, start, _nothing) for step in made])
     count = max(MIN_TRIALS, min(plan.trials, int(plan.seconds / sum(once))))
     gc.collect()
     gc.disable()
     try:
-        ours, peer, no_comm = trials.interleave(made, count, start=start, finish=_nothing, slowest=slowest)
+        ours, peer, no_comm = trials.interleave(made, count, start=start, finish=_nothing, slowest=slowest, warm_up=1)
     finally:
         gc.enable()
     made.clear()
