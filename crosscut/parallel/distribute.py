@@ -26,13 +26,13 @@ from crosscut.parallel import clip
 from crosscut.parallel.batch import Batch, MicroBatch
 from crosscut.parallel.contract import ContractMode
 from crosscut.parallel.data import BucketReducer, NaiveReducer, Owed, Reducer
+from crosscut.parallel.elementwise import require_elementwise
 from crosscut.parallel.inspect import accepts_positions, loss_kind, spec_from_module
 from crosscut.parallel.loss import LossMode
 from crosscut.parallel.materialize import build_whole, hold_share
 from crosscut.parallel.pipeline.runtime import StageRun, StageWork
 from crosscut.parallel.pipeline.schedules import Action, add_communication, build, forward_only
 from crosscut.parallel.pipeline.stage import Stage
-from crosscut.parallel.standalone.elementwise import require_elementwise
 from crosscut.parallel.store import Store
 from crosscut.parallel.supported import DTYPES, refuse_unsupported
 from crosscut.parallel.tensor import cut_embedding, install_boundaries

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from crosscut.comm.group import Group
+from crosscut.parallel.elementwise import require_elementwise
 from crosscut.parallel.shard import collect, spread
-from crosscut.parallel.standalone.elementwise import require_elementwise
 from crosscut.parallel.standalone.ranks import Ranks, check_same, copy_from_first, describe, join, owner
 
 BUCKET_BYTES = 25_000_000

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from crosscut.comm.group import Group
+from crosscut.parallel.elementwise import require_elementwise
 from crosscut.parallel.shard import Member, Owner, Unit, collect, rows_of, spread
-from crosscut.parallel.standalone.elementwise import require_elementwise
 from crosscut.parallel.standalone.ranks import own, owner
 
 SHARDED, REPLACED = "fully_shard", "fully_shard (the whole of before)"
