@@ -55,7 +55,6 @@ class Recorder:
         self.complete: Callable[[int], None] = self._first_complete  # record that a call is done
         self._messages: Counter[tuple[int, str, int | None, int]] = Counter()
         self._lock = threading.Lock()
-        self._stacks = path_of(run, rank, "stack").open("w")
 
     def enter(self, lane: int, call: Call, num_bytes: int, message_tag: int = 0, is_async: bool = False) -> int:
         """Record a call; returns its number."""
@@ -77,6 +76,7 @@ class Recorder:
 
     def hook_process(self) -> None:
         """Write down what ends this process: exceptions, crashes, and Python's stacks whenever the signal comes."""
+        self._stacks = path_of(self.run, self.rank, "stack").open("w")  # open as long as the process lives
         faulthandler.enable(self._stacks, all_threads=False)
         if hasattr(faulthandler, "register"):
             faulthandler.register(STACK_SIGNAL, self._stacks, all_threads=True)
