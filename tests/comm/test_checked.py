@@ -364,6 +364,26 @@ def test_right_programs_run_on_processes(pool, backend, world_size):
     assert pool.run(programs.run, seeds, world_size=world_size, backend=backend, timeout_s=100) == [30] * world_size
 
 
+def sends_and_goes_on(ctx):
+    """A message too large to leave at once is on its way while its sender waits for a collective that the receiver
+    makes only afterwards. (The sender's wait for the others' word must move it.)"""
+    x = torch.zeros(3_000_000)
+    if ctx.rank == 0:
+        handle = ctx.world.send(torch.arange(3_000_000.0), 1, async_op=True)
+        ctx.world.barrier()
+        handle.wait()
+    else:
+        ctx.world.recv(x, 0)
+        ctx.world.barrier()
+    return x[-1].item()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_large_message_moves_while_its_sender_waits(pool, backend):
+    found = pool.run(sends_and_goes_on, world_size=2, backend=backend, timeout_s=10)
+    assert found == [0.0, 2_999_999.0]
+
+
 def crossing(ctx):
     """Rank 0 issues a collective and then sends; rank 1 receives before its collective. Nobody may wait at issue."""
     dp, pp = ctx.new_group((0, 1), "dp"), ctx.new_group((0, 1), "pp")

@@ -90,7 +90,7 @@ class Checker:
         """Take in what was said and start what may start. The lock is held."""
         self.post.pump()
         if self._under_way:
-            self._under_way = [t for t in self._under_way if t.error is None and not t.work.done()]
+            self._under_way = [t for t in self._under_way if t.error is None and not t.over and not t.work.done()]
 
     def poke(self) -> None:
         """`progress`, for a rank that polls."""

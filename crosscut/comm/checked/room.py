@@ -94,6 +94,7 @@ class Room:
         self.checker.note(call)
         ticket.start()
         if ticket.error is None:
+            self.checker.started(ticket)
             self._sent[peer, number] = ticket
             data = json.dumps(mail_tag).encode() + b"\n" + encode(call)
             self.checker.post.send(self.ranks[peer], MAIL, self.key, number, data)
