@@ -38,6 +38,7 @@ TOTAL = struct.Struct("<QQH")  # calls, bytes; length of the text that follows
 AT_COUNTS, AT_LIFE, AT_HOST, AT_SECTION, AT_DEVICE = 128, 192, 256, 384, 512
 TOTAL_BYTES, NUM_TOTALS, LANE_BYTES, NUM_LANES = 256, 512, 1 << 17, 4096
 RUNNING, FINISHED, FAILED = 0, 1, 2
+SET_UP = "set-up"  # the section that a rank is in until its first call is done
 LENGTH = struct.Struct("<H")
 _WORD = 64  # bytes of a short text in the header: its length, then itself
 
@@ -176,6 +177,10 @@ class RingWriter:
         """Say that the rank is in a part of the program with a time limit of its own; "" ends it."""
         self._word(AT_SECTION, name)
         struct.pack_into("<QQ", self._map, AT_LIFE + 8, now(), int(limit_s * 1000))
+
+    def device(self, name: str) -> None:
+        """Say what the rank computes on: "cpu" or "cuda"."""
+        self._word(AT_DEVICE, name)
 
     def align(self, offset_ns: int) -> None:
         """Set what is added to this rank's clock to compare it with rank 0's."""
