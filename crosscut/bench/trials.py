@@ -45,15 +45,16 @@ def interleave(
     finish: Callable[[], None],
     slowest: Callable[[list[float]], list[float]],
     tick: Callable[[], None] = lambda: None,
-    warm_up: int = WARM_UP,
+    known: Sequence[float] | None = None,
 ) -> list[list[float]]:
     """Seconds of each call: [variant][trial], of the slowest rank.
 
     start: a barrier; finish: waits for a GPU; slowest: this rank's numbers -> the largest of all ranks, place by place.
-    Every rank makes the same calls in the same order.
+    known: about how many seconds each call takes, of calls that are warm already. Every rank makes the same calls in
+    the same order.
     """
-    warm = slowest([timed(call, warm_up, start, finish) for call in calls])
-    counts = [repeats(seconds) for seconds in warm]
+    known = known or slowest([timed(call, WARM_UP, start, finish) for call in calls])
+    counts = [repeats(seconds) for seconds in known]
     own: list[list[float]] = [[] for _ in calls]
     for trial in range(num_trials):
         for i in order(len(calls), trial):

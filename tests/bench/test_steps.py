@@ -21,7 +21,7 @@ from crosscut.comm.context import Context
 
 KEYS = {
     "workload", "parallel", "backend", "world_size", "trials", "ours_ms", "peer_ms", "ratio", "ratio_low", "ratio_high",
-    "no_comm_ms", "exposed", "single_ms", "efficiency", "peak_memory_bytes", "peer_peak_memory_bytes",
+    "no_comm_ms", "exposed", "floor", "single_ms", "efficiency", "peak_memory_bytes", "peer_peak_memory_bytes",
 }  # fmt: skip
 
 

@@ -24,6 +24,8 @@ ours, peer  a step (forward, backward, AdamW), slowest rank, medians of trials i
 peer        stock PyTorch (DDP, FSDP2, DTensor, pipelining 1F1B), same back end
 ratio       ours / peer within trials; (95%): the interval that holds its median
 no comm     ours with collectives that do nothing; exposed: ours / no comm
+floor       the least that exposed could be with no core to spare: the bytes that
+            must reach a rank are copied once, after the work
 eff.        one device at its best number of micro-batches / (ranks x ours)
 MB          most bytes allocated at once in a step, ours/peer, rank with the most"""
 
@@ -62,7 +64,7 @@ def measure(plan: StepPlan, on_event: Callable[[Row], None] = lambda event: None
     return result
 
 
-COLUMNS = ("", "on", "ours ms", "peer ms", "ratio", "(95%)", "no comm", "exposed", "eff.", "MB")
+COLUMNS = ("", "on", "ours ms", "peer ms", "ratio", "(95%)", "no comm", "exposed", "floor", "eff.", "MB")
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -70,7 +72,8 @@ def cells(row: Row) -> tuple[str, ...]:
     return (
         row["parallel"], row["backend"], f"{row['ours_ms']:.1f}", f"{row['peer_ms']:.1f}", f"{row['ratio']:.2f}",
         f"{row['ratio_low']:.2f}-{row['ratio_high']:.2f}", f"{row['no_comm_ms']:.1f}", f"{row['exposed']:.2f}",
-        f"{row['efficiency']:.0%}", f"{row['peak_memory_bytes'] / 1e6:.0f}/{row['peer_peak_memory_bytes'] / 1e6:.0f}",
+        f"{row['floor']:.2f}", f"{row['efficiency']:.0%}",
+        f"{row['peak_memory_bytes'] / 1e6:.0f}/{row['peer_peak_memory_bytes'] / 1e6:.0f}",
     )  # fmt: skip
 
 

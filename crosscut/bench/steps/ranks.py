@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from crosscut.bench.steps.memory import peak_bytes
 from crosscut.bench.steps.silent import SilentWorld
 from crosscut.bench.steps.workloads import WORKLOADS, Workload
 from crosscut.comm.context import Context
+from crosscut.comm.ledger import Ledger
 
 MIN_TRIALS = 4
 
@@ -76,6 +78,9 @@ def _cell(ctx: Context, plan: StepPlan, workload: Workload, parallel: str, singl
     ]
     for step in made:
         step()
+    before = ours_ctx.ledger.copy()
+    made[0]()
+    made.append(_copying(_arriving_bytes(ours_ctx.ledger - before, ctx.world_size)))
     quiet.silence()
 
     def start() -> None:
@@ -89,7 +94,9 @@ def _cell(ctx: Context, plan: StepPlan, workload: Workload, parallel: str, singl
     gc.collect()
     gc.disable()
     try:
-        ours, peer, no_comm = trials.interleave(made, count, start=start, finish=_nothing, slowest=slowest, warm_up=1)
+        ours, peer, no_comm, copying = trials.interleave(
+            made, count, start=start, finish=_nothing, slowest=slowest, known=once
+        )
     finally:
         gc.enable()
     made.clear()
@@ -112,11 +119,28 @@ def _cell(ctx: Context, plan: StepPlan, workload: Workload, parallel: str, singl
         "ratio_high": high,
         "no_comm_ms": no_comm_s * 1e3,
         "exposed": statistics.median(a / b for a, b in zip(ours, no_comm, strict=True)),
+        "floor": 1 + statistics.median(a / b for a, b in zip(copying, no_comm, strict=True)),
         "single_ms": single_s * 1e3,
         "efficiency": single_s / (ctx.world_size * ours_s),
         "peak_memory_bytes": ours_peak,
         "peer_peak_memory_bytes": peer_peak,
     }
+
+
+def _arriving_bytes(counted: Ledger, size: int) -> int:
+    """The least that must reach a rank from its peers in calls that handed over those bytes: (n-1)/n of a tensor to
+    gather it or to reduce a part of it, and so twice for an all_reduce (the bound of Patarasuk and Yuan 2009)."""
+    part = (size - 1) / size
+    share = {"all_reduce": 2 * part, "all_gather": part, "reduce_scatter": part, "all_to_all": part}
+    ops = [item for ops in counted.totals().values() for item in ops.items()]
+    return int(sum(share.get(op, 1) * num_bytes for op, num_bytes in ops))
+
+
+def _copying(num_bytes: int) -> Callable[[], object]:
+    """Copying so many bytes: what is left of communication when nothing but the data itself costs time."""
+    source = torch.zeros(num_bytes, dtype=torch.uint8)
+    to = torch.zeros_like(source)
+    return lambda: to.copy_(source)
 
 
 def _contexts(ctx: Context) -> tuple[Context, Context, SilentWorld]:
