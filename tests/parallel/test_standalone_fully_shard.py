@@ -403,6 +403,41 @@ def test_freezing_and_thawing():
     assert on_threads(thaws, 2) == [True, True]
 
 
+def optimizer_state(ctx):
+    """Two steps, the whole optimizer saved and loaded into a new one, two more: as one device goes on from the same."""
+    model, ref = build(1), build(1)
+    cc.fully_shard(model, group=ctx)
+    opt, ref_opt = (torch.optim.AdamW(m.parameters(), lr=0.1, amsgrad=True) for m in (model, ref))
+
+    def steps(first, opts):
+        for step in range(first, first + 2):
+            for m, o in zip((model, ref), opts, strict=True):
+                o.zero_grad()
+                loss_of(m, step, 0).backward()
+                o.step()
+
+    steps(0, (opt, ref_opt))
+    saved = cc.full_optimizer_state_dict(model, opt)
+    theirs = ref_opt.state_dict()
+    assert saved["param_groups"] == theirs["param_groups"]
+    assert list(saved["state"]) == list(theirs["state"])
+    for index, state in theirs["state"].items():
+        for key, value in state.items():
+            torch.testing.assert_close(saved["state"][index][key], value, rtol=1e-10, atol=1e-14)
+    again, ref_again = (torch.optim.AdamW(m.parameters(), lr=0.7, amsgrad=True) for m in (model, ref))
+    cc.load_full_optimizer_state_dict(model, again, theirs)
+    ref_again.load_state_dict(saved)
+    steps(2, (again, ref_again))
+    with pytest.raises(ValueError, match=r"the state is of \d+ parameters, this optimizer has 1"):
+        cc.load_full_optimizer_state_dict(model, torch.optim.SGD([next(model.parameters())], lr=1), theirs)
+    return worst(whole_parameters(cc.full_state_dict(model), model), dict(ref.named_parameters()))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_whole_state_of_an_optimizer(size):
+    assert max(on_threads(optimizer_state, size)) < 1
+
+
 def full_round(ctx):
     model, ref = build(1), build(1)
     cc.fully_shard(model, group=ctx)
