@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -58,9 +59,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     from crosscut.train import preflight
 
-    launched = "RANK" in os.environ  # torchrun has started this process: it is one rank of several
-    # Rank 0 alone looks at the run folder when there are several of us: it may just have made it.
-    found = preflight.check(config, start, launched=launched, check_folder=not (launched or args.eval_only))
+    found = preflight.check(config, start, launched=_launched(), check_folder=not args.eval_only)
     if args.dry_run:
         for line in preflight.lines(found) if args.json != "-" else ():
             print(line)
@@ -88,45 +87,74 @@ def resolve(args: argparse.Namespace) -> tuple[Config, Start]:
         if saved is not None:
             path, tables = str(saved), run_folder.inherited(saved)
     config = load_config(path, overrides, world_size=world_size_of(args), tables=tables)
-    return config, run_folder.start_of(config, checkpoint)
+    return config, run_folder.start_of(config, checkpoint, _launch_time() if _launched() else None)
+
+
+def _launched() -> bool:
+    """Whether torchrun has started this process: then it is one rank of several."""
+    return "RANK" in os.environ
+
+
+def _launch_time() -> float | None:
+    """When torchrun started (a second later for each restart): all ranks of a host name the run folder alike."""
+    from crosscut.watch.ring import process_start
+
+    ticks = process_start(os.getppid())
+    if not ticks:
+        return None
+    boot = re.search(r"^btime (\d+)", Path("/proc/stat").read_text(), re.MULTILINE)
+    assert boot is not None
+    return int(boot[1]) + ticks // os.sysconf("SC_CLK_TCK") + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def launch(
     config: Config, start: Start, *, eval_only: bool, to_stderr: bool, check: bool | None = None
 ) -> dict[str, Any]:
     """Run every rank; returns the summary. The run folder says how it ended. check: as in `crosscut.spawn`."""
+    from crosscut.comm.errors import RankError
     from crosscut.comm.launch import spawn
+    from crosscut.comm.launched import launched
     from crosscut.train import run_folder
     from crosscut.train.loop import Job, run_rank
-    from crosscut.watch.training import HostWatch, record_run
+    from crosscut.watch.program import install, watched
+    from crosscut.watch.training import HostWatch, HungError, record_run
 
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts, or cuBLAS stays free to vary
-    size, monitored = config.layout.mesh.world_size, "RANK" not in os.environ
-    watched = size > 1 and config.run.backend != "threads"  # whose ranks are this process
-    record = partial(record_run, monitored=monitored, hang_timeout_s=config.run.hang_timeout_s)
-    job = Job(config, start, to_stderr=to_stderr, eval_only=eval_only, record=record)
+    size, run, place = config.layout.mesh.world_size, config.run, launched()
+    recorded = size > 1 and not eval_only
+    active = recorded and run.backend != "threads" and not watched()  # else the ranks are this process
+    limits = (run.hang_timeout_s, run.set_up_timeout_s)
+    job = Job(config, start, to_stderr=to_stderr, eval_only=eval_only, record=partial(record_run, limits=limits))
     began = _summary_time(start.folder)
-    dog = HostWatch(start.folder, config.run.hang_timeout_s, active=monitored and watched and not eval_only)
+    undo = run_folder.ready(start.folder) if recorded else lambda: None
+    dog = HostWatch(start.folder, *limits, active=active and place is None)
+    if active and place is not None and (run.dir or start.checkpoint or place.local_world_size == place.world_size):
+        # All ranks know the folder already: they record from before they meet.
+        install(start.folder, hang_timeout=run.hang_timeout_s, set_up_timeout=run.set_up_timeout_s)
     try:
         # As one of torchrun's ranks this process may be inside a collective, where a handler would not run.
-        with nullcontext() if "RANK" in os.environ else terminated_cleanly(), dog:
+        with nullcontext() if place is not None else terminated_cleanly(), dog:
             summaries = spawn(
                 run_rank,
                 job,
                 world_size=size,
-                backend=config.run.backend,
-                device=config.run.device,
-                timeout_s=config.run.timeout_s,
+                backend=run.backend,
+                device=run.device,
+                timeout_s=run.timeout_s,
                 check=check,
             )
     except BaseException as error:
-        stopped = isinstance(error, (KeyboardInterrupt, SystemExit))
-        speaks = os.environ.get("RANK", "0") == "0"
-        if speaks and not eval_only and _summary_time(start.folder) != began:  # this run has got as far as its folder
-            run_folder.mark(start.folder, "interrupted" if stopped else "failed")
-            print(f"run       {start.folder} ({'interrupted' if stopped else 'failed'})", file=sys.stderr)
-            dog.explain(error)
+        if (place is None or place.rank == 0) and not eval_only:
+            begun = _summary_time(start.folder) != began  # this run has come to its first step
+            status = "interrupted" if isinstance(error, (KeyboardInterrupt, SystemExit)) else "failed"
+            if begun:
+                run_folder.mark(start.folder, status)
+            if begun or isinstance(error, HungError) or (isinstance(error, RankError) and not error.traceback_text):
+                print(f"run       {start.folder} ({status})", file=sys.stderr)
+                dog.explain(error)
+            elif place is None:
+                undo()
         raise
     return dict(summaries[0])
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from crosscut.comm.context import Context
 
 
-SECTION_S = 600.0  # of evaluation and of a save, where a rank may be alone at work
-
-
 class DivergedError(RuntimeError):
     """The loss or the gradient norm is no number any more."""
 
@@ -39,25 +36,30 @@ class DivergedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank is told. `eval_only`: measure the validation loss, write nothing."""
+    """What every rank is told. `eval_only`: measure the validation loss, write nothing.
+
+    record: makes the recorder of a rank (crosscut.watch), which is in its set-up until the first step.
+    """
 
     config: Config
     start: run_folder.Start
     to_stderr: bool = False
     eval_only: bool = False
-    record: Callable[[Context, Path], Any] | None = None  # makes the recorder of a rank (crosscut.watch)
+    record: Callable[[Context, Path], Any] | None = None
 
 
 def run_rank(ctx: Context, job: Job) -> dict[str, Any]:
     """Train (or evaluate) on this rank; returns the summary (rank 0's has the baselines)."""
-    trainer = Trainer(ctx, job)
     if job.eval_only:
-        return trainer.evaluate_only()
+        return Trainer(ctx, job).evaluate_only()
+    # Under torchrun each rank has made up a name with its own clock: rank 0's is taken.
+    job = replace(job, start=ctx.all_gather_object(job.start, tag="run folder")[0])
+    recorder = None if job.record is None else job.record(ctx, job.start.folder)
     try:
-        return trainer.fit()
+        return Trainer(ctx, job, recorder).fit()
     except BaseException as error:
-        if trainer.recorder is not None:
-            trainer.recorder.failed(error)
+        if recorder is not None:
+            recorder.failed(error)
         raise
 
 
@@ -73,8 +75,8 @@ def data_of(config: Config) -> Data:
 class Trainer:
     """One rank of a run: model, optimizer, data, and where it is (`step` optimizer steps, `samples` consumed)."""
 
-    def __init__(self, ctx: Context, job: Job) -> None:
-        self.ctx, self.job, self.config = ctx, job, job.config
+    def __init__(self, ctx: Context, job: Job, recorder: Any = None) -> None:
+        self.ctx, self.recorder, self.config = ctx, recorder, job.config
         self.cfg = job.config.train
         self.start = job.start
         set_up_torch(job.config)
@@ -101,19 +103,17 @@ class Trainer:
         self.seconds = 0.0  # in steps, evaluation and checkpoints apart
         self.before: list[dict[str, Any]] = []  # what each rank of the run that this one goes on from remembered
         self.saved_step = -1
-        self.recorder: Any = None
         seed_rank(self.cfg.seed, 0, ctx.rank)
 
     def fit(self) -> dict[str, Any]:
         """Train to `train.steps`, evaluate, save; returns the summary."""
         self._load()
-        self._share_folder()
         with all_or_none(self.ctx):
             if self.ctx.rank == 0:
                 run_folder.check_folder(self.start, self.config.run.overwrite)
                 run_folder.create(self.start, self.config)
-        if self.job.record is not None:
-            self.recorder = self.job.record(self.ctx, self.start.folder)
+        if self.recorder is not None:
+            self.recorder.ring.section("")
         self.metrics = metrics.MetricsFile(self.start.folder / run_folder.METRICS) if self.ctx.rank == 0 else None
         self.first_step = self.step
         val_loss = math.nan
@@ -200,11 +200,8 @@ class Trainer:
 
     def _section(self, name: str) -> AbstractContextManager[None]:
         """A part that may take longer without a call than a step may."""
-        return nullcontext() if self.recorder is None else self.recorder.section(name, SECTION_S)
-
-    def _share_folder(self) -> None:
-        """Under torchrun each rank made up a name with its own clock: rank 0's is taken."""
-        self.start = self.ctx.all_gather_object(self.start, tag="run folder")[0]
+        limit = self.config.run.section_timeout_s
+        return nullcontext() if self.recorder is None else self.recorder.section(name, limit)
 
     def _load(self) -> None:
         if self.start.checkpoint is None:
@@ -277,8 +274,9 @@ class Trainer:
             assert self.metrics is not None
             self.metrics.close()
             run_folder.write_summary(self.start.folder, summary)
-            for line in report.closing(summary, self.start.folder, self.config, len(self.losses)):
-                self.display.line(line)
+            with self._section("sample"):
+                for line in report.closing(summary, self.start.folder, self.config, len(self.losses)):
+                    self.display.line(line)
         if self.recorder is not None:
             self.recorder.ring.end(0)
         return {**summary, "run": str(self.start.folder)}

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ RUNS = Path("runs")
 LATEST = "latest"
 FORMAT_VERSION = 1
 CONFIG, LAYOUT, METRICS, SUMMARY, LEDGER = "config.toml", "layout.toml", "metrics.jsonl", "summary.json", "ledger"
-_OWN = (CONFIG, LAYOUT, METRICS, SUMMARY, LEDGER, FOLDER, "report.html", "autopsy.json", "autopsy.txt")
+_BEFORE = (LEDGER, "autopsy.json", "autopsy.txt")  # what a run leaves that has not come to its first step
+_OWN = (CONFIG, LAYOUT, METRICS, SUMMARY, FOLDER, "report.html", *_BEFORE)
 _NOT_INHERITED = ("dir", "resume", "overwrite")  # of [run]: they say what that one call did
 
 
@@ -102,7 +103,7 @@ def check_folder(start: Start, overwrite: bool) -> None:
     folder = start.folder
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"run.dir = {str(folder)!r} is a file; give a folder")
-    if start.goes_on_in_place or not folder.is_dir() or not any(folder.iterdir()):
+    if start.goes_on_in_place or not folder.is_dir() or all(path.name in _BEFORE for path in folder.iterdir()):
         parent = next(place for place in (folder, *folder.resolve().parents) if place.exists())
         if not parent.is_dir():
             raise ValueError(f"run.dir = {str(folder)!r}: {parent} is a file; give a folder")
@@ -118,6 +119,24 @@ def check_folder(start: Start, overwrite: bool) -> None:
         raise ValueError(f"run folder {folder} holds {strange[0]}, which no run wrote: it is not overwritten")
 
 
+def ready(folder: Path) -> Callable[[], None]:
+    """Make room for the ledgers of a run that sets up. The returned function takes back what was made here, as long as
+    the run has not come to its first step.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    for name in _BEFORE[1:]:
+        (folder / name).unlink(missing_ok=True)
+    (folder / LEDGER).mkdir(parents=True, exist_ok=True)
+
+    def undo() -> None:
+        if made and all(path.name in _BEFORE for path in folder.iterdir()):
+            durable.remove(folder)
+            for path in made[1:]:
+                path.rmdir()
+
+    return undo
+
+
 def create(start: Start, config: Config) -> None:
     """Make the folder, or ready it for going on: later checkpoints and metrics are set aside. One rank calls this."""
     folder = start.folder
@@ -129,9 +148,12 @@ def create(start: Start, config: Config) -> None:
         _cut_metrics(folder / METRICS, step)
     else:
         for name in _OWN:
-            durable.remove(folder / name)
+            if name not in _BEFORE:  # which is of this run: `ready`
+                durable.remove(folder / name)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / METRICS).touch()
+        for path in (folder / LEDGER).glob("rank-*.json"):
+            path.unlink()
     (folder / LEDGER).mkdir(exist_ok=True)
     (folder / CONFIG).write_text(config.to_toml(), encoding="utf-8")
     (folder / LAYOUT).write_text(config.layout.to_toml(), encoding="utf-8")

@@ -82,8 +82,10 @@ class RunSection:
     backend: str | None = None  # nccl, shm, gloo, threads; None: what fits the machine
     device: str | None = None  # cpu, cuda; None: what the back end uses
     threads: int = key(0, least=0)  # CPU threads a rank; 0: the cores shared out
-    timeout_s: float = key(600.0, above=0)
+    timeout_s: float = key(900.0, above=0)  # of a call, where nobody watches
     hang_timeout_s: float | None = key(None, above=0)  # without progress; None: 60 s on CPUs, 300 s on GPUs
+    set_up_timeout_s: float = key(600.0, above=0)  # the same while models are built and data are read
+    section_timeout_s: float = key(600.0, above=0)  # the same in an evaluation, a save, a sample
     sample_bytes: int = key(400, least=0)  # text written with the trained model at the end
     temperature: float = key(0.8, least=0)
 

@@ -1,4 +1,4 @@
-"""`python -m crosscut.watch [--run DIR] [--hang-timeout S] SCRIPT ARGS...`: run a program, recorded and watched.
+"""`python -m crosscut.watch [--run DIR] [--hang-timeout S] ... SCRIPT ARGS...`: run a program, recorded and watched.
 
 The same under a launcher: `torchrun --nproc-per-node 4 -m crosscut.watch train.py ...`. This process is light (no
 torch): it starts the program, passes its errors on, keeps the last lines, and on the first rank of a host watches all
@@ -18,12 +18,12 @@ import time
 from collections import deque
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from crosscut.comm.launched import Launched, launched
-from crosscut.watch.facts import Verdict
-from crosscut.watch.folder import AUTOPSY, path_of, write_json
-from crosscut.watch.program import MONITORED, default_run
+from crosscut.watch.facts import Facts, Verdict
+from crosscut.watch.folder import AUTOPSY, LEDGER, path_of, write_json
+from crosscut.watch.program import MONITORED, SET_UP_LIMIT, default_run
 from crosscut.watch.recorder import HANG, RUN
 from crosscut.watch.watchdog import POLL_S, Watchdog, end_ranks
 
@@ -37,17 +37,26 @@ def main(argv: list[str] | None = None) -> int:
         args, words = _parse(sys.argv[1:] if argv is None else argv)
         place = launched()
         run = Path(args.run or os.environ.get(RUN) or default_run())
-        (run / "ledger").mkdir(parents=True, exist_ok=True)
+        (run / LEDGER).mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         print(f"crosscut watch: error: {error}", file=sys.stderr)
         return 2
     for name in ("json", "txt"):
         (run / f"{AUTOPSY}.{name}").unlink(missing_ok=True)
-    return _Shell(run, args.hang_timeout, place, words).run_program()
+    if args.set_up_timeout is not None:
+        os.environ[SET_UP_LIMIT] = str(args.set_up_timeout)  # for the ranks
+    return _Shell(run, args, place, words).run_program()
+
+
+class _Parser(argparse.ArgumentParser):
+    """Every error is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m crosscut.watch",
         description="Run a torch.distributed program, record its calls, and when it hangs say who made it hang.",
         allow_abbrev=False,
@@ -55,12 +64,14 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     # torchrun takes --run for its own --run-path, hence the second name.
     parser.add_argument("--run", "--run-dir", metavar="DIR", help="the run folder (default: runs/watch-<date>)")
     parser.add_argument("--hang-timeout", metavar="S", type=float, help="seconds without progress: 60, on GPUs 300")
+    parser.add_argument("--set-up-timeout", metavar="S", type=float, help="the same until a rank's first call: 600")
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
     parser.add_argument("script", metavar="SCRIPT", help="the program to run")
     parser.add_argument("args", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
     args = parser.parse_args(argv)
-    if args.hang_timeout is not None and not args.hang_timeout > 0:
-        raise ValueError(f"--hang-timeout {args.hang_timeout:g} must be positive")
+    for flag, seconds in {"--hang-timeout": args.hang_timeout, "--set-up-timeout": args.set_up_timeout}.items():
+        if seconds is not None and not seconds > 0:
+            raise ValueError(f"{flag} {seconds:g} must be positive")
     if args.module:
         try:
             found = find_spec(args.script)
@@ -77,11 +88,13 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 class _Shell:
     """The process around the program."""
 
-    def __init__(self, run: Path, timeout_s: float | None, place: Launched | None, words: list[str]) -> None:
+    def __init__(self, run: Path, args: argparse.Namespace, place: Launched | None, words: list[str]) -> None:
         self.run, self.place, self.words = run, place, words
         self.lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self.dog: Watchdog | None = None
         watches = place is None or place.local_rank == 0
-        self.dog = Watchdog(run, timeout_s, since=time.time() - 5) if watches else None
+        if watches:
+            self.dog = Watchdog(run, args.hang_timeout, since=time.time() - 5, set_up_s=args.set_up_timeout)
 
     def run_program(self) -> int:
         if self.place is not None:
@@ -95,19 +108,24 @@ class _Shell:
         reader.start()
         found = self._wait()
         code = self.process.returncode
+        if found is None and code == -signal.SIGINT:  # an interrupt ends Python by its own signal
+            self.stopped = signal.SIGINT
         reader.join(0.3)
         if found is None and code != 0:
             found = self._after_the_end(code)
         if self.dog is not None and found is not None:
             print("\n".join(["crosscut watch:", *found.lines(), f"run: {self.run}"]), file=sys.stderr, flush=True)
             end_ranks(self.run, self.dog.rings())
+        elif self.dog is not None and not self.stopped:
+            self._nothing_recorded(code)
         if self.process.poll() is None:
             self.process.kill()
         code = self.process.wait()
         if self.place is not None:
             path_of(self.run, self.place.rank, "stop").unlink(missing_ok=True)
         if code < 0 or found is not None or (code != 0 and (self.run / f"{AUTOPSY}.json").exists()):
-            own = code if code > 0 and (found is None or found.verdict in ("exception", "oom", "disk_full")) else HANG
+            raised = found is None or found.verdict in ("exception", "oom", "disk_full")
+            own = HANG if not raised or (found is None and code < 0) else max(code, 1)
             return 128 + self.stopped if self.stopped else own
         return code
 
@@ -141,14 +159,30 @@ class _Shell:
             time.sleep(POLL_S)
         return None
 
+    def _nothing_recorded(self, code: int | None) -> None:
+        """Say so if the program has made no call, and how it ended if nobody else says it."""
+        assert self.dog is not None
+        self.dog.facts(stacks=False)  # looks for rings that have come since
+        if any(ring.entered for ring in self.dog.rings().values()):
+            return
+        program, said = self.words[self.words[0] == "-m"], "never called"
+        if code is not None and code < 0:
+            said = f"{Facts(0, exit_code=code).death()}; it had not called"
+        said = f"{program} {said} torch.distributed.init_process_group: nothing was recorded"
+        print(f"crosscut watch: {said}", file=sys.stderr)
+        for folder in (self.run / LEDGER, self.run):
+            with contextlib.suppress(OSError):  # only what is empty goes
+                folder.rmdir()
+
     def _read_errors(self) -> None:
-        """Pass the program's stderr on, and keep the last lines."""
+        """Pass the program's stderr on as it comes (a progress bar ends no line), and keep the last lines."""
         assert self.process.stderr is not None
-        for line in iter(self.process.stderr.readline, b""):
-            sys.stderr.buffer.write(line)
+        begun = b""
+        while data := os.read(self.process.stderr.fileno(), 1 << 16):
+            sys.stderr.buffer.write(data)
             sys.stderr.flush()
-            if line.strip():
-                self.lines.append(line.decode(errors="replace").rstrip())
+            *lines, begun = (begun + data)[-(1 << 16) :].split(b"\n")
+            self.lines += [line.decode(errors="replace").rstrip() for line in lines if line.strip()]
 
 
 if __name__ == "__main__":

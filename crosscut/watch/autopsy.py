@@ -16,7 +16,7 @@ from crosscut.watch.facts import Facts, Verdict
 from crosscut.watch.lanes import text
 from crosscut.watch.ring import FINISHED, RUNNING
 from crosscut.watch.stragglers import find_straggler
-from crosscut.watch.waiting import waiting
+from crosscut.watch.waiting import NOT_STARTED, waiting
 
 _ADVICE = {
     "missing_call": "make the call on every rank of the group, or on none: look for a branch or a loop bound that "
@@ -115,7 +115,7 @@ def _never_came(case: Case) -> Verdict | None:
     lost = [rank for rank in range(case.world_size) if rank not in case.rings]
     if not lost or not case.rings:
         return None
-    sentence = f"{ranks_text(tuple(lost))} of {case.world_size} left no ledger: the program there never came to it"
+    sentence = f"{ranks_text(tuple(lost))} of {case.world_size} never came: {NOT_STARTED}"
     return case.verdict("stuck_outside", sentence, lost, None, [])
 
 

@@ -50,7 +50,7 @@ class Case:
             return Verdict(verdict, sentence, culprits, evidence=evidence)
         call = record.call
         site = found.odd.call.site if found is not None else call.site
-        return Verdict(verdict, sentence, culprits, call.label, call.op, call.seq, site, evidence)
+        return Verdict(verdict, sentence, culprits, call.label or None, call.op, call.seq, site, evidence)
 
     def waiting_sentence(self, record: Record, waits: Waits) -> str:
         who = sorted(

@@ -24,7 +24,10 @@ from crosscut.watch.ring import FAILED, RUNNING, process_start
 LEDGER, AUTOPSY = "ledger", "autopsy"
 _STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "stopped", "t": "stopped"}
 _FRAME = re.compile(r'^\s*File "(.+)", line (\d+) in (.+)$')
-_INNER = (f"{os.sep}torch{os.sep}", "importlib._bootstrap", "<frozen", "runpy.py", f"{os.sep}crosscut{os.sep}watch")
+_INNER = (
+    *("importlib._bootstrap", "<frozen", "<string>", "runpy.py", f"{os.sep}crosscut{os.sep}watch"),
+    *(f"{os.sep}torch{os.sep}", f"{os.sep}multiprocessing{os.sep}"),
+)
 _OURS = f"{os.sep}crosscut{os.sep}comm{os.sep}"
 
 _FAILURE = Failure.__dataclass_fields__  # a later version may write more

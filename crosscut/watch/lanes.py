@@ -245,6 +245,8 @@ class _Tellable:
 
 def text(record: Record) -> str:
     """The call of a record, as everywhere."""
+    if record.lane.label == INIT:  # it has no group yet
+        return f"{record.call.op}, at {record.call.site}"
     return call_text(record.call, record.lane.ranks)
 
 

@@ -8,13 +8,15 @@ import time
 from pathlib import Path
 
 from crosscut.watch.folder import path_of
+from crosscut.watch.program import SET_UP_LIMIT
 from crosscut.watch.watchdog import Watchdog, end_ranks
 
 
 def main(words: list[str]) -> int:
     """`RUN HANG_TIMEOUT PID`: watch until the process PID and all ranks have ended; 3 if they had to be ended."""
     run, timeout_s, parent = Path(words[0]), float(words[1]), int(words[2])
-    dog = Watchdog(run, timeout_s or None, since=time.time() - 30)
+    set_up_s = float(os.environ.get(SET_UP_LIMIT, 0))
+    dog = Watchdog(run, timeout_s or None, since=time.time() - 30, set_up_s=set_up_s or None)
 
     def stop() -> bool:
         return dog.over() or not (Path(f"/proc/{parent}").exists() or dog.alive())

@@ -15,43 +15,93 @@ from typing import Any
 
 from crosscut.comm.call import Call
 from crosscut.comm.launched import launched
-from crosscut.comm.site import call_site
+from crosscut.comm.site import short_path
+from crosscut.watch.folder import path_of
 from crosscut.watch.lanes import INIT
+from crosscut.watch.reading import RingFile
 from crosscut.watch.recorder import RUN, Observer, Recorder, obey, record_context
-from crosscut.watch.ring import process_start
+from crosscut.watch.ring import SET_UP, process_start
 
 MONITORED = "CROSSCUT_WATCH_MONITORED"  # somebody watches this run folder already
+SET_UP_LIMIT = "CROSSCUT_WATCH_SET_UP_S"  # seconds that a rank has until its first call is done
 _state: dict[str, Any] = {}  # of this process: a process is one rank
 
 
-def install(run: str | Path | None = None, *, hang_timeout: float | None = None) -> Path:
+def install(
+    run: str | Path | None = None, *, hang_timeout: float | None = None, set_up_timeout: float | None = None
+) -> Path:
     """Record this program's calls, and end it with a verdict when it hangs. Call it before `init_process_group`.
 
     run: the run folder, by default runs/watch-<date>, the same for all ranks of a host. hang_timeout: seconds without
-    progress (60 on CPUs, 300 on GPUs); `section` gives parts of the program their own. Returns the run folder. A
-    monitor process is started by the first rank of the host, unless `python -m crosscut.watch` is there already.
+    progress (60 on CPUs, 300 on GPUs); `section` gives parts of the program their own. set_up_timeout: the same until a
+    rank's first call is done (600). Returns the run folder. A monitor process is started by the first rank of the host,
+    unless `python -m crosscut.watch` is there already.
 
     Raises ValueError if the folder cannot be written, or if torch.distributed is initialised already.
     """
-    if "recorder" in _state or "run" in _state:
+    if "run" in _state:
         return Path(_state["run"])
-    import torch.distributed as dist
-
-    if dist.is_initialized():
+    loaded = sys.modules.get("torch.distributed")
+    if loaded is not None and loaded.is_initialized():
         raise ValueError("torch.distributed is initialised already; call crosscut.watch.install() before it")
+    for name, seconds in {"hang_timeout": hang_timeout, "set_up_timeout": set_up_timeout}.items():
+        if seconds is not None and not seconds > 0:
+            raise ValueError(f"{name}={seconds} must be positive")
     place = launched()
     folder = Path(run if run is not None else os.environ.get(RUN) or default_run())
     folder.mkdir(parents=True, exist_ok=True)
     os.environ[RUN] = _state["run"] = str(folder)
+    if set_up_timeout is not None:
+        os.environ[SET_UP_LIMIT] = str(set_up_timeout)
     if place is not None:
-        _recorder(folder, place.rank, place.world_size)
+        _recorder(folder, place.rank, place.world_size)  # before torch: importing it can take long
+    if not watched() and (place is None or place.local_rank == 0):
+        start_monitor(folder, hang_timeout)
+    os.environ[MONITORED] = "1"  # for the processes that this one starts
+    import torch.distributed as dist
+
     _replace_init(dist)
     _replace_start()
-    if MONITORED not in os.environ and (place is None or place.local_rank == 0):
-        words = [sys.executable, "-m", "crosscut.watch.monitor", str(folder), str(hang_timeout or 0), str(os.getpid())]
-        subprocess.Popen(words, start_new_session=True)
-    os.environ[MONITORED] = "1"  # for the processes that this one starts
     return folder
+
+
+def watched() -> bool:
+    """Whether this process is a part of a job that somebody watches already."""
+    return MONITORED in os.environ
+
+
+def start_monitor(run: Path, hang_timeout: float | None) -> None:
+    """Start the process that watches `run`; it ends with this one and the ranks."""
+    words = [sys.executable, "-m", "crosscut.watch.monitor", str(run), str(hang_timeout or 0), str(os.getpid())]
+    subprocess.Popen(words, start_new_session=True)
+
+
+def record_started(run: Path, set_up_timeout: float | None) -> Callable[[], None]:
+    """Let the processes that torch starts from here on record in `run`, which this process watches, until the returned
+    function is called.
+    """
+    before = {name: os.environ.get(name) for name in (RUN, MONITORED, SET_UP_LIMIT)}
+    os.environ[RUN], os.environ[MONITORED] = str(run), "1"
+    if set_up_timeout is not None:
+        os.environ[SET_UP_LIMIT] = str(set_up_timeout)
+    put_back = _replace_start()
+
+    def undo() -> None:
+        put_back()
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+    return undo
+
+
+def adopt(rank: int, world_size: int) -> Recorder | None:
+    """The recorder of this process, if it is watched, for a caller that counts the optimizer steps itself."""
+    recorder = recorder_of(rank, world_size)
+    if recorder is not None and (steps := _state.pop("steps", None)) is not None:
+        steps.remove()
+    return recorder
 
 
 @contextlib.contextmanager
@@ -71,20 +121,32 @@ def default_run() -> Path:
 
 
 def recorder_of(rank: int, world_size: int) -> Recorder | None:
-    """This process's recorder if it is watched, made at its first use."""
-    if "recorder" not in _state and "run" in _state:
+    """This process's recorder if it is watched, made at its first use, or anew if it was made for another rank."""
+    known: Recorder | None = _state.get("recorder")
+    guessed = _state.pop("guessed", False)
+    if "run" in _state and (known is None or (guessed and (known.rank, known.ring.world_size) != (rank, world_size))):
+        if known is not None:
+            _forget(known)
         _recorder(Path(_state["run"]), rank, world_size)
     return _state.get("recorder")
 
 
 def _recorder(folder: Path, rank: int, world_size: int) -> Recorder:
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    recorder = _state["recorder"] = Recorder(folder, rank, world_size, device)
+    recorder = _state["recorder"] = Recorder(folder, rank, world_size)
+    if SET_UP_LIMIT in os.environ:
+        recorder.ring.section(SET_UP, float(os.environ[SET_UP_LIMIT]))
     recorder.hook_process()
     obey(recorder)
     return recorder
+
+
+def _forget(recorder: Recorder) -> None:
+    """The rank was another one than had been guessed: its files go, unless that rank's own lie there by now."""
+    recorder.failed = lambda error: None  # type: ignore[method-assign]
+    with contextlib.suppress(ValueError, OSError):
+        if RingFile(recorder.ring.path).head().pid == os.getpid():
+            for kind in ("ring", "stack", "stop"):
+                path_of(recorder.run, recorder.rank, kind).unlink(missing_ok=True)
 
 
 def _replace_init(dist: Any) -> None:
@@ -99,12 +161,16 @@ def _replace_init(dist: Any) -> None:
         size = size if size > 0 else int(os.environ.get("WORLD_SIZE", 1))
         recorder = recorder_of(rank, size)
         assert recorder is not None
+        if importlib.import_module("torch").cuda.is_available():
+            recorder.ring.device("cuda")
         _state["inits"] = number = _state.get("inits", 0) + 1
         lane = recorder.ring.lane(INIT, range(size), number)
-        entry = recorder.enter(lane, Call("init_process_group", "", "", "control", call_site(), 1), 0)
+        caller = sys._getframe(1)
+        site = f"{short_path(caller.f_code.co_filename)}:{caller.f_lineno}"
+        entry = recorder.enter(lane, Call("init_process_group", "", "", "control", site, 1), 0)
         init(*args, **kwargs)
         recorder.ring.complete(entry)
-        _observe(recorder, dist, ours=sys._getframe(1).f_globals.get("__name__", "").startswith("crosscut.comm"))
+        _observe(recorder, dist, ours=caller.f_globals.get("__name__", "").startswith("crosscut.comm"))
 
     c10d.init_process_group = dist.init_process_group = init_process_group
 
@@ -140,26 +206,33 @@ def align(recorder: Recorder, dist: Any) -> None:
     recorder.ring.align(values[0] - values[dist.get_rank()])
 
 
-def _replace_start() -> None:
-    """Let processes that torch.multiprocessing starts record too."""
+def _replace_start() -> Callable[[], None]:
+    """Let processes that torch.multiprocessing starts record too, until the returned function is called."""
     import torch.multiprocessing as mp
 
     module = sys.modules["torch.multiprocessing.spawn"]
     start = module.start_processes
 
     @functools.wraps(start)
-    def start_processes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return start(functools.partial(_started, fn), *args, **kwargs)
+    def start_processes(fn: Callable[..., Any], args: Any = (), nprocs: int = 1, *rest: Any, **kwargs: Any) -> Any:
+        return start(functools.partial(_started, fn, nprocs), args, nprocs, *rest, **kwargs)
 
-    module.start_processes = mp.start_processes = start_processes  # type: ignore[attr-defined]
+    def replace(by: Any) -> None:
+        module.start_processes = mp.start_processes = by  # type: ignore[attr-defined]
+
+    replace(start_processes)
+    return functools.partial(replace, start)
 
 
-def _started(fn: Callable[..., Any], *args: Any) -> Any:
+def _started(fn: Callable[..., Any], number: int, index: int, *args: Any) -> Any:
     """The function of a started process, recorded. Its parent catches its exceptions, so they are written down here."""
     _state.clear()  # a forked child is another rank than its parent
-    install()
+    folder = install()
+    if "recorder" not in _state:  # most likely its index is its rank: if not, `recorder_of` makes it right
+        _state["guessed"] = True
+        _recorder(folder, index, number)
     try:
-        value = fn(*args)
+        value = fn(index, *args)
     except BaseException as error:
         if (recorder := _state.get("recorder")) is not None:
             recorder.failed(error)

@@ -11,8 +11,13 @@ from crosscut.watch.case import Case, Waits, began
 from crosscut.watch.facts import Verdict
 from crosscut.watch.lanes import lane_key, text
 from crosscut.watch.reading import Record
-from crosscut.watch.ring import FINISHED, RUNNING
+from crosscut.watch.ring import FINISHED, RUNNING, SET_UP
 
+NOT_STARTED = "it has not started recording, so its program has not come to init_process_group"
+_SLOW_SET_UP = (
+    "look at the line where it stands; if it is only slow, give it longer until its first call: --set-up-timeout S, "
+    "install(set_up_timeout=S), or run.set_up_timeout_s of crosscut train"
+)
 _LATELY = 32  # calls before the hang that are looked at
 
 
@@ -38,9 +43,12 @@ def _missing(case: Case, roots: list[int], waits: Waits) -> Verdict:
         last = [f"its last call was {text(case.rings[rank].records[-1])}" for rank in gone if case.rings[rank].records]
         said = f"{ranks_text(tuple(gone))} never came: it has ended; {last[0] if last else 'it made no call'}"
         return case.verdict("missing_call", f"{sentence}; {said}", gone, record, case.stacks(gone))
-    return case.verdict(
+    found = case.verdict(
         "stuck_outside", f"{sentence}; {came}{_stands(case, absent[0])}", absent, record, case.stacks(absent)
     )
+    if absent[0] not in case.rings or case.rings[absent[0]].section == SET_UP:
+        found.advice = _SLOW_SET_UP
+    return found
 
 
 def _has_returned(case: Case, rank: int) -> bool:
@@ -56,10 +64,10 @@ def _stands(case: Case, rank: int) -> str:
     """Where a rank is that is in no call."""
     fact = case.facts.get(rank)
     if fact is None or fact.ring is None:
-        return "it has no ledger: its program never came to torch.distributed"
+        return NOT_STARTED
     state = {"stopped": "is stopped (SIGSTOP, or a debugger)", "running": "computes or loops"}.get(fact.state, "is")
     place = f" at {fact.stack[0]}" if fact.stack else ""
-    section = f' (section "{fact.ring.section}")' if fact.ring.section else ""
+    section = f' (section "{fact.ring.section}")' if fact.ring.section not in ("", SET_UP) else ""
     return f"it {state} outside any collective{place}{section}{_since(case, rank)}"
 
 
@@ -68,7 +76,7 @@ def _since(case: Case, rank: int) -> str:
     if not records:
         return ", before its first call"
     last = records[-1]
-    return f", after {text(last)} at {case.clock(last, last.completed or last.entered)}"
+    return f" since {case.clock(last, last.completed or last.entered)}, after {text(last)}"
 
 
 def _cycle(case: Case, waits: Waits) -> Verdict:

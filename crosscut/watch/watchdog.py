@@ -21,9 +21,9 @@ from crosscut.watch.facts import SCHEMA, VERSION, Facts, Verdict
 from crosscut.watch.folder import AUTOPSY, LEDGER, facts_of, look_at, path_of, write_json
 from crosscut.watch.lanes import Calls
 from crosscut.watch.reading import Ring, RingFile
-from crosscut.watch.ring import FAILED, FINISHED, RUNNING
+from crosscut.watch.ring import FAILED, FINISHED, RUNNING, SET_UP
 
-HANG_S = {"cpu": 60.0, "cuda": 300.0}
+HANG_S, SET_UP_S = {"cpu": 60.0, "cuda": 300.0}, 600.0
 POLL_S, MATCH_S = 0.1, 1.0
 _GRACE_S = 0.4  # after the first death: who else ended, and with what error
 _LEFT_S = 1.0  # others wait for this long for a rank that has ended: it will not come
@@ -47,13 +47,21 @@ class Watchdog:
     """Looks at a run folder until all ranks have ended, or something is wrong.
 
     hang_timeout_s: None takes 60 s on CPUs and 300 s on GPUs. since: rings that are older belong to an earlier run.
-    deaths: look for ranks that died, too; False where a launcher sees to it.
+    deaths: look for ranks that died, too; False where a launcher sees to it. set_up_s: how long a rank may take to its
+    first call where no ring of that rank says so; None takes 600 s, and lets ranks that nobody waits for take longer.
     """
 
     def __init__(
-        self, run: Path, hang_timeout_s: float | None = None, *, since: float = 0.0, deaths: bool = True
+        self,
+        run: Path,
+        hang_timeout_s: float | None = None,
+        *,
+        since: float = 0.0,
+        deaths: bool = True,
+        set_up_s: float | None = None,
     ) -> None:
         self.run, self._timeout_s, self._since, self._deaths = run, hang_timeout_s, since, deaths
+        self._set_up_s, self._in_set_up = set_up_s or SET_UP_S, set_up_s is not None
         self._ranks: dict[int, _Seen] = {}
         self._calls = Calls()
         self._match_at = self._discover_at = 0.0
@@ -116,6 +124,8 @@ class Watchdog:
         if now < self._discover_at:
             return
         self._discover_at = now + (0.2 if len(self._ranks) < 2 else 1.0)
+        for rank in [rank for rank, seen in self._ranks.items() if not seen.file.path.exists()]:
+            del self._ranks[rank]  # it was another rank after all
         for path in (self.run / LEDGER).glob("rank-*.ring"):
             with contextlib.suppress(ValueError, OSError):
                 inode = path.stat().st_ino
@@ -157,7 +167,7 @@ class Watchdog:
             gone = [other for other in awaited if other in left]
             if gone and quiet[rank] > _LEFT_S:
                 return self._found(self.facts(stacks=True))
-            allowed = max([limit, *(self._allowed(other) for other in awaited)])
+            allowed = max([limit, *(self._allowed(other, rank) for other in awaited)])
             age = (time.monotonic_ns() - began(waits[rank][0])) / 1e9
             if age > limit and all(quiet.get(other, age) > allowed for other in awaited):
                 return self._found(self.facts(stacks=True))
@@ -165,14 +175,23 @@ class Watchdog:
         least = min((quiet[rank] for rank in alive), default=0.0)
         inside = any(not record.is_async or record.waiting for rank in alive for record in case.open.get(rank, []))
         allowed = max([limit, *(self._allowed(rank) for rank in alive)])
-        if alive and least > allowed * (1 if inside else _SILENT):
+        told = self._in_set_up and all(self._section(rank) == SET_UP for rank in alive)
+        if alive and least > allowed * (1 if inside or told else _SILENT):
             return self._found(self.facts(stacks=True), silent_s=least)
         return None
 
-    def _allowed(self, rank: int) -> float:
-        """How long a rank may go without a call: the limit of the section that it is in."""
+    def _section(self, rank: int) -> str | None:
         ring = self._ranks[rank].ring if rank in self._ranks else None
-        return ring.section_limit_s if ring is not None and ring.section else 0.0
+        return None if ring is None else ring.section
+
+    def _allowed(self, rank: int, waiter: int = -1) -> float:
+        """How long a rank may go without a call: the limit of the section that it is in. One that has not started to
+        record is in its set-up if the one that waits for it is.
+        """
+        ring = self._ranks[rank].ring if rank in self._ranks else None
+        if ring is None:
+            return self._set_up_s if self._section(waiter) == SET_UP else 0.0
+        return ring.section_limit_s if ring.section else 0.0
 
     def facts(self, *, stacks: bool) -> dict[int, Facts]:
         """What is known of every rank now. `stacks`: have every rank write its Python stacks first."""
