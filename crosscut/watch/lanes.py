@@ -105,6 +105,7 @@ class Calls:
         at = next((seq for seq in numbers if not _equal(by_seq[seq])), None) or self._swapped_sites(key, numbers)
         if at is None:
             return None
+        at = self._lone_site(key, [seq for seq in numbers if seq < at]) or at
         here = by_seq[at]
         ranks = sorted(here)
         told = _Tellable(by_seq, at, ranks)
@@ -134,6 +135,19 @@ class Calls:
             if places <= paired and any(later == places for _, later in mixed[index + 1 : index + 3]):
                 return seq
         return None
+
+    def _lone_site(self, key: LaneKey, numbers: list[int]) -> int | None:
+        """Where, before ranks differed, one of them had come from a line from which none comes otherwise, while the
+        others came from one that ranks share in other steps: a call too many that looks like the one it took the place
+        of, so that it shows only later.
+        """
+        by_seq = self.collectives[key]
+        places = {seq: {rank: (r.call.tag, r.call.site) for rank, r in by_seq[seq].items()} for seq in numbers}
+        shared = {next(iter(here.values())) for here in places.values() if len(set(here.values())) == 1}
+        lone = {seq: [rank for rank, place in here.items() if place not in shared] for seq, here in places.items()}
+        found = [seq for seq, ranks in lone.items() if ranks and len(ranks) < len(places[seq])]
+        ranks = {rank for seq in found for rank in lone[seq]}
+        return found[0] if found and len(ranks) == 1 else None
 
     def _in_messages(self, key: MessageKey) -> Divergence | None:
         for _, both in sorted(self.messages[key].items()):

@@ -81,7 +81,7 @@ def _since(case: Case, rank: int) -> str:
 
 def _cycle(case: Case, waits: Waits) -> Verdict:
     circle = _circle(waits)
-    odd = _unusual(case, circle, waits)
+    odd = _unusual(case, circle, waits) or _few(circle, waits)
     inside = [rank for rank in circle if rank not in odd] or circle[1:]
     first = min((waits[rank][0] for rank in inside), key=began)
     parts = [case.waiting_sentence(first, {rank: wait for rank, wait in waits.items() if rank not in odd})]
@@ -128,6 +128,16 @@ def _unusual(case: Case, circle: list[int], waits: Waits) -> dict[int, Record]:
     odd = [rank for rank in circle if usual[present[rank]] < most]
     alone = all(usual[present[rank]] == 1 for rank in odd) and len(odd) < len(circle)
     return {rank: waits[rank][0] for rank in odd} if alone else {}
+
+
+def _few(circle: list[int], waits: Waits) -> dict[int, Record]:
+    """Those of the circle that have come to a call of three or more ranks to which most have not."""
+    out = {}
+    for rank in circle:
+        record, absent = waits[rank]
+        if record.call.peer is None and 2 * len(absent) > len(record.lane.ranks) > 2:
+            out[rank] = record
+    return out if len(out) < len(circle) else {}
 
 
 def _leaves_out(case: Case, own: Record, theirs: Record) -> bool:
