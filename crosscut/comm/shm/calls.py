@@ -15,6 +15,7 @@ import torch.distributed as dist
 from crosscut.comm.shm.channel import Channel
 from crosscut.comm.shm.operation import Operation, Steps
 from crosscut.comm.shm.work import InnerWork
+from crosscut.comm.site import call_site
 
 Tensor = torch.Tensor
 _NONE = datetime.timedelta(0)
@@ -53,7 +54,7 @@ class Calls:
 
         def text() -> str:
             what = "" if shape is None else f" of {str(shape[1]).removeprefix('torch.')} {shape[0]}"
-            return f"{name}{what}{whom} in group {self.channel.name}"
+            return f"{name}{what}{whom} over {self.channel.name}, at {call_site()}"  # where the rank waits for it
 
         return text
 

@@ -88,7 +88,7 @@ class Channel(Slots):
         error = self.broken
         assert error is not None
         kind = type(error) if isinstance(error, CommError) else CommError
-        raise kind(f"group {self.name} cannot be used any more: {error}") from error
+        raise kind(f"the group ({self.name}) cannot be used any more: {error}") from error
 
     def advance(self) -> None:
         """Run the calls under way as far as they go. The station's lock is held."""
@@ -115,7 +115,7 @@ class Channel(Slots):
                 self.fail(error, failing.reason_of(error), self.rank)
                 return
             except BaseException:
-                self.fail(CommError(f"a message in group {self.name} was interrupted"), failing.OTHER, self.rank)
+                self.fail(CommError(f"a message over {self.name} was interrupted"), failing.OTHER, self.rank)
                 raise
         if not queue and not self.mail.pending and self in self.station.active:
             self.station.active.remove(self)

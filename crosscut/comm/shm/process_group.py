@@ -57,6 +57,11 @@ class ShmProcessGroup(Reductions, Moves, _Base):
         """ "shm" """
         return "shm"
 
+    def _set_group_desc(self, said: str) -> None:  # called by torch when the group is made
+        _Base._set_group_desc(self, said)
+        if said not in ("", "undefined"):
+            self.channel.name = "world" if said == "default_pg" else said
+
     def set_timeout(self, timeout: datetime.timedelta) -> None:
         """How long calls wait from now on."""
         self._timeout = timeout

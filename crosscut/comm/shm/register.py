@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from crosscut.comm.errors import ranks_text
 from crosscut.comm.shm import platform
 
 
@@ -24,5 +25,5 @@ def _create(options: Any, _: Any) -> dist.ProcessGroup:
     from crosscut.comm.shm.process_group import ShmProcessGroup
 
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    name = options.group_id or "world"
+    name = f"the group of {ranks_text(ranks)}"
     return ShmProcessGroup(options.store, options.group_rank, ranks, name, options.timeout)

@@ -152,7 +152,7 @@ class Slots:
                 theirs = longs[base + call % SIGNATURES]
                 if theirs != sign and call > self.calls - SIGNATURES + 2 * DEPTH:
                     raise MismatchError(
-                        f"call #{call + 1} of group {self.name}: rank {self.ranks[source]} called "
+                        f"call #{call + 1} over {self.name}: rank {self.ranks[source]} called "
                         f"{signature.text(theirs)}, rank {self.ranks[self.rank]} called {signature.text(sign)}; make "
                         f"the same calls in the same order on every rank"
                     )
