@@ -113,7 +113,8 @@ def read_capture(folder: str | Path) -> Capture:
     """Read a capture folder. Raises ValueError, one line, for what is no capture, half of one, or a newer format."""
     root = Path(folder)
     if not root.is_dir():
-        raise ValueError(f"{folder}: there is no such folder")
+        is_file = " is a file; give the folder that crosscut.testing.capture wrote"
+        raise ValueError(f"{folder}{is_file if root.exists() else ': there is no such folder'}")
     found = [p for p in root.glob("step-*") if p.name[5:].isdecimal() and (p / INDEX).is_file()]
     steps = sorted(found, key=lambda p: int(p.name[5:]))
     if not steps:

@@ -135,6 +135,7 @@ def refused(capsys, *words: str) -> str:  # type: ignore[no-untyped-def]
 def test_folders_that_are_no_captures(ref, tmp_path, capsys):  # type: ignore[no-untyped-def]
     good = str(ref[False])
     assert "there is no such folder" in refused(capsys, good, str(tmp_path / "none"))
+    assert "is a file; give the folder that crosscut.testing.capture" in refused(capsys, good, __file__)
     (tmp_path / "empty").mkdir()
     assert "no capture in it" in refused(capsys, good, str(tmp_path / "empty"))
     assert "give one" in refused(capsys, good, good, "--noise", good, "--rtol", "0.1")
