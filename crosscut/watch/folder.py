@@ -50,9 +50,17 @@ def diagnose(run: Path, *, facts: dict[int, Facts] | None = None) -> Verdict:
 
     Raises ValueError, one line, if there is nothing to read.
     """
-    if not run.is_dir():
-        raise ValueError(f"{run}: no such folder; give a run folder or a folder of Flight Recorder dumps")
-    facts = facts if facts is not None else gather(run)
+    try:
+        os.listdir(run)
+    except NotADirectoryError:
+        inside = [place for place in run.absolute().parents[:2] if (place / LEDGER).is_dir()]
+        hint = os.path.relpath(inside[0]) if inside else "the folder that it lies in"
+        raise ValueError(f"{run} is a file; give {hint}: a run folder, or a folder of Flight Recorder dumps") from None
+    except FileNotFoundError:
+        raise ValueError(f"{run}: no such folder; give a run folder or a folder of Flight Recorder dumps") from None
+    except OSError as error:
+        raise ValueError(f"{run}: cannot be read ({error.strerror})") from None
+    facts, problems = (facts, []) if facts is not None else gather(run)
     if not facts:
         dumps = read_dumps(run)
         if not dumps:
@@ -68,14 +76,25 @@ def diagnose(run: Path, *, facts: dict[int, Facts] | None = None) -> Verdict:
     if not alive and found.exists() and found.stat().st_mtime >= began and (body := _json(found)) is not None:
         # When it was written the ranks still stood where they stood, or their exit codes were at hand.
         return Verdict(**{key: value for key, value in body.items() if key in Verdict.__dataclass_fields__})
-    return autopsy(facts, size, alive=len(alive) == len(facts))
+    verdict = autopsy(facts, size, alive=bool(alive))
+    verdict.evidence += [f"not read: {problem}" for problem in problems]
+    return verdict
 
 
-def gather(run: Path) -> dict[int, Facts]:
-    """What is known of every rank whose ring is there. Raises ValueError if one cannot be read, and no other can."""
+def gather(run: Path) -> tuple[dict[int, Facts], list[str]]:
+    """What is known of every rank whose ring can be read, and what is wrong with the other rings.
+
+    Raises ValueError if none can be read, or one is of a newer version.
+    """
     out: dict[int, Facts] = {}
     problems: list[str] = []
-    for path in sorted((run / LEDGER).glob("rank-*.ring")):
+    try:
+        names = sorted(os.listdir(run / LEDGER))
+    except (FileNotFoundError, NotADirectoryError):
+        names = []
+    except OSError as error:
+        raise ValueError(f"{run / LEDGER}: cannot be read ({error.strerror})") from None
+    for path in (run / LEDGER / name for name in names if name.startswith("rank-") and name.endswith(".ring")):
         try:
             ring = read_ring(path)
         except ValueError as error:
@@ -86,7 +105,7 @@ def gather(run: Path) -> dict[int, Facts]:
         raise ValueError(problems[0])
     newest = max(out.values(), key=lambda fact: fact.ring.start_wall_ns if fact.ring else 0, default=None)
     size = newest.ring.world_size if newest is not None and newest.ring is not None else 0
-    return {rank: fact for rank, fact in out.items() if rank < size}  # not those of a larger world before
+    return {rank: fact for rank, fact in out.items() if rank < size}, problems  # not those of a larger world before
 
 
 def facts_of(run: Path, ring: Ring) -> Facts:
