@@ -126,6 +126,18 @@ def test_ranks_may_take_part_from_different_lines():
     assert verdict_of(programs).verdict == "none"
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_call_too_many_that_looks_like_the_one_in_its_place(size):
+    """Forward and backward communicate from one line, and one rank evaluates once: ranks differ only at the end."""
+    lane = world(size)
+    step = [reduce(lane, "a.py:2"), reduce(lane, "a.py:2")]
+    programs = {rank: [*steps(step, 6), Op("barrier", lane, "a.py:9", ())] for rank in range(size)}
+    programs[1].insert(4, reduce(lane, "a.py:1"))
+    found = verdict_of(programs)
+    assert (found.verdict, found.culprits, found.seq) == ("order", [1], 5)
+    assert "rank 1 made a call too many, all_reduce(sum) #5 over world, at a.py:1" in found.text
+
+
 def test_a_message_of_another_shape():
     lane = world(2)
     programs = {0: [send(lane, 1, "p.py:1", shape=(3,))], 1: [recv(lane, 0, "p.py:2", shape=(5,))]}
@@ -255,6 +267,21 @@ def test_overlapping_groups(tp, step):
     assert found.verdict in ("order", "missing_call")
     assert (found.axis, found.site) == ("tp", "pairs.py:1")
     assert f"rank {bad} never came: it is in all_reduce(sum) #{step + 1} over world, at norm.py:2" in found.text
+
+
+@pytest.mark.parametrize("bad", range(4))
+def test_one_rank_alone_in_a_call_that_all_make_now_and_then(bad):
+    """Nothing that it did is unusual, and a group of two that waits for it cannot outvote it: the world can."""
+    programs = {rank: [] for rank in range(4)}
+    for step in range(5):
+        for rank, own in programs.items():
+            tp, dp = Lane("tp", (rank // 2 * 2, rank // 2 * 2 + 1)), Lane("dp", (rank % 2, rank % 2 + 2))
+            own += [reduce(tp, "p.py:1"), reduce(dp, "p.py:2")]
+            if step in (1, 2) or (step == 3 and rank == bad):
+                own.append(Op("barrier", world(4), "p.py:3", ()))
+    found = verdict_of(programs)
+    assert found.culprits == [bad], found
+    assert found.verdict in ("order", "missing_call")
 
 
 @pytest.mark.parametrize(
