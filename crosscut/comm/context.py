@@ -15,6 +15,7 @@ from crosscut.comm.group import Group
 from crosscut.comm.handle import Pending
 from crosscut.comm.ledger import Ledger
 from crosscut.comm.objects import all_gather_object
+from crosscut.comm.observe import Observer
 
 if TYPE_CHECKING:
     from crosscut.layout.mesh import Mesh
@@ -55,6 +56,8 @@ class Context:
         self._pending = Pending()
         self._groups: dict[tuple[str, int], Group] = {}
         self._closed = False
+        self._connected: list[Group] = []  # every group that was made and has others in it
+        self._observer: Observer | None = None
         self.world = self._group((tuple(range(self.world_size)),), "world")
 
     def __repr__(self) -> str:
@@ -138,7 +141,12 @@ class Context:
         """Collective, unless all parts are single ranks."""
         backend = None if max(map(len, partition)) == 1 else self._transport.group(partition, channel)
         ranks = next((part for part in partition if self.rank in part), partition[0])
-        return self._make(backend, label, ranks)
+        group = self._make(backend, label, ranks)
+        if backend is not None:
+            self._connected.append(group)
+            if self._observer is not None:
+                self._tell(self._observer, group)
+        return group
 
     def _alone(self) -> Group:
         return self._make(None, "", (self.rank,))
@@ -153,6 +161,16 @@ class Context:
             ledger=self.ledger,
             pending=self._pending,
         )
+
+    def observe(self, observer: Observer) -> None:
+        """Tell `observer` of every later call, in the groups that were made and in those that will be."""
+        self._observer = observer
+        for group in self._connected:
+            self._tell(observer, group)
+
+    def _tell(self, observer: Observer, group: Group) -> None:
+        same = dict.fromkeys(g.transport for g in self._connected if g.ranks == group.ranks)
+        group.observe(observer, observer.lane(group.label, group.ranks, list(same).index(group.transport)))
 
     def _agree(self, name: str, value: Any) -> None:
         """Raise MismatchError unless every rank calls with the same value: else torch would wait for ever."""

@@ -24,6 +24,7 @@ from crosscut.comm.dtypes import as_bytes, flat, from_wire, to_wire
 from crosscut.comm.group_base import GroupBase, Result, Tensor, copy_back, new_copy
 from crosscut.comm.guards import Guard
 from crosscut.comm.handle import Handle
+from crosscut.comm.observe import ObservedWork
 
 __all__ = ["Group", "Handle"]
 SHORT_BYTES = 1 << 15  # where a back end may have a quicker way
@@ -47,9 +48,9 @@ class Group(GroupBase):
         backend = self._backend
         if backend is None:
             return self._now(x, async_op)
-        call = self._call("all_reduce", x, tag, kind, x.nbytes, reduce_op=op)
+        call = self._call("all_reduce", x, tag, kind, x.nbytes, async_op, reduce_op=op)
         if self._short is not None and not async_op and self._short.all_reduce(x, op, call):
-            return x
+            return self._short_done(x)
         guarded = async_op and backend.guards
         wire = to_wire(x, widen=backend.reduces_in_fp32, copy=guarded)
         guards = (Guard(x, call, writes=True),) if guarded else ()
@@ -64,7 +65,7 @@ class Group(GroupBase):
         backend = self._backend
         if backend is None:
             return self._now(x, async_op)
-        call = self._call("reduce", x, tag, kind, x.nbytes, reduce_op=op, root=dst)
+        call = self._call("reduce", x, tag, kind, x.nbytes, async_op, reduce_op=op, root=dst)
         at_dst = self.rank == dst
         guarded = async_op and backend.guards
         # Back ends may use the other ranks' buffers as scratch space: those ranks hand over a copy.
@@ -97,11 +98,11 @@ class Group(GroupBase):
         if backend is None:
             return self._now(new_copy(x) if out is None else copy_back(out, flat(x)), async_op)
         num_bytes = x.nbytes
-        call = self._call("reduce_scatter", x, tag, kind, num_bytes, reduce_op=op, dim=dim)
+        call = self._call("reduce_scatter", x, tag, kind, num_bytes, async_op, reduce_op=op, dim=dim)
         if self._short is not None and not async_op and not dim and num_bytes <= SHORT_BYTES:
             piece = x.new_empty(shape) if out is None else out
             if self._short.reduce_scatter(piece, x, op, call):
-                return piece
+                return self._short_done(piece)
         # The pieces must be contiguous one after another: bring the cut dim to the front of each piece.
         pieces = x
         if dim:
@@ -129,7 +130,7 @@ class Group(GroupBase):
         backend = self._backend
         if backend is None:
             return self._now(x, async_op)
-        call = self._call("broadcast", x, tag, kind, x.nbytes, root=src)
+        call = self._call("broadcast", x, tag, kind, x.nbytes, async_op, root=src)
         at_src = self.rank == src
         guarded = async_op and backend.guards
         wire = flat(x, copy=guarded)
@@ -143,7 +144,7 @@ class Group(GroupBase):
         backend = self._backend
         if backend is None:
             return self._now([new_copy(x)], async_op)
-        call = self._call("gather", x, tag, kind, x.nbytes, root=dst)
+        call = self._call("gather", x, tag, kind, x.nbytes, async_op, root=dst)
         guarded = async_op and backend.guards
         wire = flat(x, copy=guarded)
         guards = (Guard(x, call, writes=False),) if guarded else ()
@@ -175,7 +176,7 @@ class Group(GroupBase):
         backend = self._backend
         if backend is None:
             return self._now(copy_back(out, flat(parts[0])) if parts is not None else out, async_op)
-        call = self._call("scatter", out, tag, kind, out.nbytes * self.size if at_src else 0, root=src)
+        call = self._call("scatter", out, tag, kind, out.nbytes * self.size if at_src else 0, async_op, root=src)
         guarded = async_op and backend.guards
         whole = torch.cat([flat(part) for part in parts]) if parts is not None and at_src else None
         wire = flat(out, copy=guarded)
@@ -208,11 +209,11 @@ class Group(GroupBase):
         backend = self._backend
         if backend is None:
             return self._now(new_copy(x).view(shape) if out is None else copy_back(out, flat(x)), async_op)
-        call = self._call("all_gather", x, tag, kind, x.nbytes * self.size, dim=dim)
+        call = self._call("all_gather", x, tag, kind, x.nbytes * self.size, async_op, dim=dim)
         if self._short is not None and not async_op and not dim and x.nbytes <= SHORT_BYTES:
             whole = x.new_empty(whole_shape) if out is None else out
             if self._short.all_gather(whole, x, call):
-                return whole
+                return self._short_done(whole)
         guarded = async_op and backend.guards
         wire = flat(x, copy=guarded)
         guards = self._guards(x, out, call) if guarded else ()
@@ -253,7 +254,9 @@ class Group(GroupBase):
         backend = self._backend
         if backend is None:
             return self._now(new_copy(x) if out is None else copy_back(out, flat(x)), async_op)
-        call = self._call("all_to_all", x, tag, kind, x.nbytes, input_splits=tuple(ins), output_splits=tuple(outs))
+        call = self._call(
+            "all_to_all", x, tag, kind, x.nbytes, async_op, input_splits=tuple(ins), output_splits=tuple(outs)
+        )
         guarded = async_op and backend.guards
         wire = flat(x, copy=guarded)
         guards = self._guards(x, out, call) if guarded else ()
@@ -274,7 +277,7 @@ class Group(GroupBase):
         """Send `x` to rank `dst`. Sends to one rank arrive in order. May block until the peer receives."""
         self._check("send", x, root=dst, root_name="dst", peer=True)
         backend = self._transport()
-        call = self._call("send", x, tag, kind, x.nbytes, peer=dst)
+        call = self._call("send", x, tag, kind, x.nbytes, async_op, peer=dst)
         guarded = async_op and backend.guards
         wire = flat(x, copy=guarded)
         guards = (Guard(x, call, writes=False),) if guarded else ()
@@ -284,7 +287,7 @@ class Group(GroupBase):
         """Receive into `out` the next tensor that rank `src` sends here, of its shape and dtype. Returns `out`."""
         self._check("recv", out, root=src, root_name="src", peer=True)
         backend = self._transport()
-        call = self._call("recv", out, tag, kind, 0, peer=src)
+        call = self._call("recv", out, tag, kind, 0, async_op, peer=src)
         guarded = async_op and backend.guards
         wire = flat(out, copy=guarded)
         guards = (Guard(out, call, writes=True),) if guarded else ()
@@ -302,12 +305,15 @@ class Group(GroupBase):
         self._check("exchange", x, root=dst, root_name="dst", peer=True)
         self._check("exchange", out, root=src, root_name="src", peer=True)
         backend = self._transport()
-        send_call = self._call("send", x, tag, kind, x.nbytes, peer=dst)
-        recv_call = self._call("recv", out, tag, kind, 0, peer=src)
+        send_call = self._call("send", x, tag, kind, x.nbytes, True, peer=dst)  # nobody waits for it alone
+        sent = self._number
+        recv_call = self._call("recv", out, tag, kind, 0, async_op, peer=src)
         guarded = async_op and backend.guards
         x_wire, out_wire = flat(x, copy=guarded), flat(out, copy=guarded)
         guards = (Guard(x, send_call, writes=False), Guard(out, recv_call, writes=True)) if guarded else ()
         work = backend.exchange(as_bytes(x_wire), dst, as_bytes(out_wire), src, send_call, recv_call)
+        if self._observer is not None:
+            work = ObservedWork(work, self._observer, sent)  # it is over when both are
         return self._finish(work, lambda: copy_back(out, out_wire), recv_call, guards, async_op)
 
     def barrier(self, *, async_op: bool = False, tag: str = "", kind: str = "step") -> Result:
@@ -316,5 +322,5 @@ class Group(GroupBase):
         backend = self._backend
         if backend is None:
             return self._now(None, async_op)
-        call = self._call("barrier", None, tag, kind, 0)
+        call = self._call("barrier", None, tag, kind, 0, async_op)
         return self._finish(backend.barrier(call), lambda: None, call, (), async_op)

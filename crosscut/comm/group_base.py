@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -14,11 +14,23 @@ from crosscut.comm.dtypes import check_reduction, dtype_name, flat, from_wire
 from crosscut.comm.guards import Guard
 from crosscut.comm.handle import Handle, Pending
 from crosscut.comm.ledger import Entry, Ledger
+from crosscut.comm.observe import MAX_FORMS, ObservedWork, Observer
 from crosscut.comm.site import call_site
 
 T = TypeVar("T")
 Tensor = torch.Tensor
 Result = Any  # what the docstring says; with async_op=True a `Handle` of it
+
+
+class Form(NamedTuple):
+    """What calls that differ in nothing but their number have in common: made once, since a short call costs what its
+    Python costs.
+    """
+
+    entry: Entry
+    before_seq: tuple[Any, ...]  # of a `Call`
+    after_seq: tuple[Any, ...]
+    mark: Any  # the observer's
 
 
 class GroupBase:
@@ -43,6 +55,9 @@ class GroupBase:
         self._backend = backend
         self._short: ShortCalls | None = getattr(backend, "short", None)
         self._pending = pending
+        self._forms: dict[tuple[Any, ...], Form] = {}
+        self._observer: Observer | None = None
+        self._lane = self._number = 0  # the group's and the last call's, as the observer knows them
         self._on_cpu = device.type == "cpu"
         self._reducible: set[tuple[str, torch.dtype]] = set()  # what has passed the check
         self.rank = self.ranks.index(global_rank) if global_rank in self.ranks else -1
@@ -54,6 +69,16 @@ class GroupBase:
 
     def __repr__(self) -> str:
         return f"Group({self.label or 'self'!r}, ranks={self.ranks}, rank={self.rank})"
+
+    @property
+    def transport(self) -> Backend | None:
+        """What its calls go over, shared with groups of the same ranks; None in a group of one rank."""
+        return self._backend
+
+    def observe(self, observer: Observer, lane: int) -> None:
+        """Tell `observer` of every later call, as one of `lane`."""
+        self._observer, self._lane = observer, lane
+        self._forms.clear()
 
     def _member(self, name: str) -> None:
         if self.rank < 0:
@@ -96,6 +121,7 @@ class GroupBase:
         tag: str,
         kind: str,
         num_bytes: int,
+        is_async: bool,
         *,
         reduce_op: str | None = None,
         root: int | None = None,
@@ -104,17 +130,46 @@ class GroupBase:
         input_splits: tuple[int, ...] | None = None,
         output_splits: tuple[int, ...] | None = None,
     ) -> Call:
-        """Number the call and count it. From here on the call is made: every check is behind it."""
+        """Number the call, count it and tell the observer. From here on it is made: every check is behind it."""
         if kind != "step" and kind != "control":
             checks.kind(f"{op} over {self.label}", kind)
-        shape = () if x is None else tuple(x.shape)
-        dtype = "" if x is None else dtype_name(x.dtype)
-        seq = self._transport().next_seq() if peer is None else 0
-        site = call_site()
-        self.ledger.record(Entry(kind, tag, self.label, op, num_bytes, shape, dtype, reduce_op, seq, site))
-        return Call(
-            op, self.label, tag, kind, site, seq, shape, dtype, reduce_op, root, dim, input_splits, output_splits, peer
+        if self.ledger.all_control:
+            kind = "control"
+        shape, dtype = ((), None) if x is None else (x.shape, x.dtype)
+        key = (
+            op,
+            shape,
+            dtype,
+            tag,
+            kind,
+            call_site(),
+            is_async,
+            reduce_op,
+            root,
+            dim,
+            input_splits,
+            output_splits,
+            peer,
         )
+        form = self._forms.get(key) or self._new_form(key, num_bytes)
+        seq = self._transport().next_seq() if peer is None else 0
+        self.ledger.record(form.entry, seq)
+        if self._observer is not None:
+            self._number = self._observer.begin(form.mark, seq)
+        return Call._make((*form.before_seq, seq, *form.after_seq))
+
+    def _new_form(self, key: tuple[Any, ...], num_bytes: int) -> Form:
+        op, size, dtype, tag, kind, site, is_async, reduce_op, *rest = key
+        shape, name = tuple(size), "" if dtype is None else dtype_name(dtype)
+        entry = Entry(kind, tag, self.label, op, num_bytes, shape, name, reduce_op, 0, site)
+        before, after = (op, self.label, tag, kind, site), (shape, name, reduce_op, *rest)
+        mark = None
+        if self._observer is not None:
+            mark = self._observer.mark(self._lane, Call(*before, 0, *after), num_bytes, is_async)
+        if len(self._forms) >= MAX_FORMS:  # shapes that change for ever
+            self._forms.clear()
+        form = self._forms[key] = Form(entry, before, after, mark)
+        return form
 
     def _memory(self, out: Tensor | None, wire: Tensor, numel: int, private: bool) -> Tensor:
         """Flat memory for a result that travels like `wire`: that of `out` where it fits."""
@@ -139,10 +194,21 @@ class GroupBase:
     def _finish(
         self, work: Work, finish: Callable[[], T], call: Call, guards: tuple[Guard, ...], async_op: bool
     ) -> Result:
+        observer = self._observer
         if async_op:
+            if observer is not None:
+                work = ObservedWork(work, observer, self._number)
             return Handle(work, finish, guards=guards, pending=self._pending, call=call)
         work.wait()
+        if observer is not None:
+            observer.complete(self._number)
         return finish()
+
+    def _short_done(self, result: T) -> T:
+        """The result of a short call, which is over."""
+        if self._observer is not None:
+            self._observer.complete(self._number)
+        return result
 
 
 def new_copy(x: Tensor) -> Tensor:

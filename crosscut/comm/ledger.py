@@ -44,26 +44,29 @@ class Ledger:
         self.rank = rank
         self.world_size = world_size
         self.counters: dict[tuple[str, str, str, str], tuple[int, int]] = {}
-        self.entries: deque[Entry] = deque(maxlen=max_entries)
-        self._all_control = False
+        self._last: deque[tuple[Entry, int]] = deque(maxlen=max_entries)  # with the number: calls alike share an entry
+        self.all_control = False  # see `control`
 
     @contextmanager
     def control(self) -> Iterator[None]:
         """Within it every call counts as `control`, whatever it says: evaluation runs a step's code and is no step."""
-        before, self._all_control = self._all_control, True
+        before, self.all_control = self.all_control, True
         try:
             yield
         finally:
-            self._all_control = before
+            self.all_control = before
 
-    def record(self, entry: Entry) -> None:
-        """Count one call."""
-        if self._all_control:
-            entry = entry._replace(kind="control")
+    def record(self, entry: Entry, seq: int | None = None) -> None:
+        """Count one call. seq: its number, if not the entry's."""
         key = entry[:4]
         calls, num_bytes = self.counters.get(key, (0, 0))
         self.counters[key] = (calls + 1, num_bytes + entry.bytes)
-        self.entries.append(entry)
+        self._last.append((entry, entry.seq if seq is None else seq))
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The last calls, oldest first."""
+        return [entry._replace(seq=seq) for entry, seq in self._last]
 
     def add(self, kind: str, tag: str, axis: str, op: str, calls: int, num_bytes: int) -> None:
         """Count `calls` calls of `num_bytes` in all, without entries."""
@@ -97,9 +100,9 @@ class Ledger:
 
     def copy(self) -> Ledger:
         """A snapshot of the counters, for a later difference: `ledger - snapshot`."""
-        out = Ledger(self.rank, self.world_size, self.entries.maxlen or 0)
+        out = Ledger(self.rank, self.world_size, self._last.maxlen or 0)
         out.counters = dict(self.counters)
-        out.entries = self.entries.copy()
+        out._last = self._last.copy()
         return out
 
     def __sub__(self, earlier: Ledger) -> Ledger:
@@ -124,7 +127,7 @@ class Ledger:
     def clear(self) -> None:
         """Forget everything."""
         self.counters.clear()
-        self.entries.clear()
+        self._last.clear()
 
     def to_json(self) -> str:
         """The counters as JSON: `schema`, `version`, `rank`, `world_size`, and one of `rows` a counter."""

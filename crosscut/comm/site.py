@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import FrameType
 
 _COMM = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -41,4 +41,9 @@ def call_site() -> str:
         frame = frame.f_back
     if frame is None:
         return "?"
-    return f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return _site(frame.f_code.co_filename, frame.f_lineno)
+
+
+@cache
+def _site(filename: str, line: int) -> str:
+    return f"{short_path(filename)}:{line}"

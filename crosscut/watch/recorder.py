@@ -19,19 +19,20 @@ import threading
 import time
 import traceback
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from crosscut.comm.errors import one_line
+from crosscut.comm.observe import MAX_FORMS
 from crosscut.comm.site import short_path
 from crosscut.watch.folder import path_of, write_json
 from crosscut.watch.ring import RingWriter
 
 if TYPE_CHECKING:
     from crosscut.comm.call import Call
+    from crosscut.comm.context import Context
     from crosscut.comm.intercept import Asked, InterceptedGroup, Running
 
 RUN = "CROSSCUT_WATCH_RUN"  # the run folder, for the ranks that a watched process starts
@@ -43,30 +44,19 @@ _SOURCE = re.compile(r"\[[^\]]*\.(cc|cpp):\d+\]\s*")  # torch's errors begin wit
 
 
 class Recorder:
-    """One rank's recorder: its ring, and the numbering of what torch does not number."""
+    """One rank's recorder: an `Observer` of `crosscut.comm.observe` that writes to a ring."""
 
     def __init__(self, run: Path, rank: int, world_size: int, device: str = "cpu") -> None:
         self.run, self.rank = run, rank
         for kind in ("error", "end", "stack"):
             path_of(run, rank, kind).unlink(missing_ok=True)
-        self.ring = RingWriter(path_of(run, rank, "ring"), rank, world_size, signal=int(STACK_SIGNAL), device=device)
+        ring = self.ring = RingWriter(
+            path_of(run, rank, "ring"), rank, world_size, signal=int(STACK_SIGNAL), device=device
+        )
         self.ring.section("set-up", SET_UP_S)
-        self._enter = self.ring.enter
+        self.lane, self.mark, self.begin, self.waits = ring.lane, ring.mark, ring.begin, ring.waits
+        self.enter = ring.enter  # of calls that come once
         self.complete: Callable[[int], None] = self._first_complete  # record that a call is done
-        self._messages: Counter[tuple[int, str, int | None, int]] = Counter()
-        self._lock = threading.Lock()
-
-    def enter(self, lane: int, call: Call, num_bytes: int, message_tag: int = 0, is_async: bool = False) -> int:
-        """Record a call; returns its number."""
-        op, _, tag, kind, site, seq, shape, dtype, reduce_op, root, dim, ins, outs, peer = call
-        more: tuple[Any, ...] = ()
-        if is_async or message_tag or dim or ins is not None:
-            more = (dim, ins, outs, message_tag, is_async)
-        with self._lock:
-            if peer is not None:
-                key = (lane, op, peer, message_tag)
-                self._messages[key] = seq = self._messages[key] + 1
-            return self._enter(lane, op, seq, num_bytes, site, shape, dtype, reduce_op, root, peer, tag, kind, more)
 
     def _first_complete(self, number: int) -> None:
         """The first call that is done ends the set-up."""
@@ -141,35 +131,43 @@ class Observer:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._lanes: dict[str, int] = {}
+        self._marks: dict[tuple[Any, ...], Any] = {}
 
     def on_call(self, group: InterceptedGroup, asked: Asked) -> Running:
         """Record the call, then let it be made."""
         call = asked.call
-        name = group.group_name
-        if name not in self._lanes:  # the name is the same on all ranks of the group
-            channel = zlib.crc32(name.encode()) & 0xFFFF
-            self._lanes[name] = self._recorder.ring.lane(group.label, group.ranks, channel)
-        tag = int(call.tag or 0)  # torch's, of a message
-        number = self._recorder.enter(self._lanes[name], call, _num_bytes(call, len(group.ranks)), tag, is_async=True)
+        key = (group, call[:5], call[6:])  # all but the number
+        number = self._recorder.begin(self._marks.get(key) or self._mark(group, call, key), call.seq)
         return _Recorded(self._recorder, number, asked.start())
+
+    def _mark(self, group: InterceptedGroup, call: Call, key: tuple[Any, ...]) -> Any:
+        if len(self._marks) >= MAX_FORMS:  # shapes that change for ever
+            self._marks.clear()
+        name, recorder = group.group_name, self._recorder  # the name is the same on all ranks of the group
+        lane = recorder.lane(group.label, group.ranks, zlib.crc32(name.encode()) & 0xFFFF)
+        tag = int(call.tag or 0)  # torch's, of a message
+        self._marks[key] = mark = recorder.mark(lane, call, _num_bytes(call, len(group.ranks)), True, tag)
+        return mark
 
     def on_done(self, group: InterceptedGroup, call: Call, error: BaseException | None) -> None:
         """Nothing: the running call has been recorded by then."""
 
     def on_close(self, group: InterceptedGroup) -> None:
-        """Nothing."""
+        """Let go of the group."""
+        self._marks.clear()
 
 
 class _Recorded:
     """A call of a process group under way: a `Running` of `crosscut.comm.intercept`."""
+
+    __slots__ = ("_number", "_open", "_recorder", "work")
 
     def __init__(self, recorder: Recorder, number: int, work: Any) -> None:
         self._recorder, self._number, self.work, self._open = recorder, number, work, True
 
     def wait(self, timeout_s: float | None = None) -> None:
         if self._open:
-            self._recorder.ring.waits(self._number)
+            self._recorder.waits(self._number)
         if timeout_s is None:
             if self.work is not None:
                 self.work.wait()
@@ -189,106 +187,9 @@ class _Recorded:
             self._recorder.complete(self._number)
 
 
-class _RecordedWork:
-    """A back end's `Work`, recorded."""
-
-    __slots__ = ("_number", "_recorder", "_work")
-
-    def __init__(self, recorder: Recorder, number: int, work: Any) -> None:
-        self._recorder, self._number, self._work = recorder, number, work
-
-    def wait(self) -> None:
-        self._work.wait()
-        if self._number:
-            self._recorder.complete(self._number)
-            self._number = 0
-
-    def done(self) -> bool:
-        return bool(self._work.done())
-
-
-class RecordedGroup:
-    """A `Backend` of `crosscut.comm.backends.base` whose calls are recorded, around another one."""
-
-    def __init__(self, inner: Any, recorder: Recorder, lane: int, ledger: Any) -> None:
-        self._inner, self._recorder, self._lane, self._ledger = inner, recorder, lane, ledger
-        self.short = _RecordedShort(self) if getattr(inner, "short", None) is not None else None
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._inner, name)
-        if name not in _CALLS:
-            return value
-
-        recorder, lane, ledger, enter = self._recorder, self._lane, self._ledger, self._recorder.ring.enter
-
-        def recorded(*args: Any) -> Any:
-            op, _, tag, kind, site, seq, shape, dtype, reduce_op, root, dim, ins, _, peer = call = args[-1]
-            size = ledger.entries[-1].bytes
-            if peer is None and ins is None:  # nearly every call, the short way
-                more = (dim,) if dim else ()
-                number = enter(lane, op, seq, size, site, shape, dtype, reduce_op, root, None, tag, kind, more)
-            else:
-                number = recorder.enter(lane, call, size)
-            return _RecordedWork(recorder, number, value(*args))
-
-        setattr(self, name, recorded)  # next time it is found at once
-        return recorded
-
-    def exchange(self, *args: Any) -> Any:
-        """A send and a recv in one: both are recorded, and done when the recv is."""
-        *rest, sent, received = args
-        one = self._recorder.enter(self._lane, sent, self._ledger.entries[-2].bytes, is_async=True)
-        two = self._recorder.enter(self._lane, received, 0)
-        work = _RecordedWork(self._recorder, one, self._inner.exchange(*rest, sent, received))
-        return _RecordedWork(self._recorder, two, work)
-
-
-_CALLS = frozenset(
-    "all_reduce broadcast reduce all_gather reduce_scatter gather scatter all_to_all send recv barrier".split()
-)
-
-
-class _RecordedShort:
-    """The quicker way for short calls, recorded if it was taken."""
-
-    def __init__(self, group: RecordedGroup) -> None:
-        self._group, self._inner = group, group._inner.short
-
-    def __getattr__(self, name: str) -> Any:
-        value, group = getattr(self._inner, name), self._group
-        recorder, lane, ledger = group._recorder, group._lane, group._ledger
-
-        def recorded(*args: Any) -> bool:
-            number = recorder.enter(lane, args[-1], ledger.entries[-1].bytes)
-            if value(*args):
-                recorder.complete(number)
-                return True
-            recorder.ring.withdraw()  # the call takes the other way, and is recorded there
-            return False
-
-        setattr(self, name, recorded)
-        return recorded
-
-
-def record_context(ctx: Any, recorder: Recorder) -> None:
+def record_context(ctx: Context, recorder: Recorder) -> None:
     """Record the calls of a crosscut `Context`, in the groups that it has and in those that it makes."""
-    channels: dict[tuple[int, ...], list[Any]] = {}
-    make = ctx._make
-
-    def wrap(group: Any) -> Any:
-        backend = group._backend
-        if backend is not None and not isinstance(backend, RecordedGroup):
-            same = channels.setdefault(group.ranks, [])  # made in the same order on all ranks
-            if backend not in same:
-                same.append(backend)
-            lane = recorder.ring.lane(group.label, group.ranks, same.index(backend))
-            group._backend = RecordedGroup(backend, recorder, lane, ctx.ledger)
-            group._short = group._backend.short
-        return group
-
-    ctx._make = lambda *args, **kwargs: wrap(make(*args, **kwargs))
-    for group in (ctx.world, *ctx._groups.values()):
-        wrap(group)
+    ctx.observe(recorder)
 
 
 def _num_bytes(call: Call, size: int) -> int:

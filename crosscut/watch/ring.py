@@ -19,13 +19,16 @@ import mmap
 import os
 import socket
 import struct
+import threading
 import time
 from collections.abc import Sequence
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from time import monotonic_ns as now
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from crosscut.comm.call import Call
 
 MAGIC = b"crosscut"
 FORMAT_VERSION = 1
@@ -40,11 +43,27 @@ TOTAL_BYTES, NUM_TOTALS, LANE_BYTES, NUM_LANES = 256, 512, 1 << 17, 4096
 RUNNING, FINISHED, FAILED = 0, 1, 2
 SET_UP = "set-up"  # the section that a rank is in until its first call is done
 LENGTH = struct.Struct("<H")
+_pack = RECORD.pack_into
+_HEAD, _NOWHERE = AT_COUNTS // 8, HEADER_BYTES // 8 - 1  # words
 _WORD = 64  # bytes of a short text in the header: its length, then itself
 
 
+class Mark:
+    """What is the same in every call of one kind. text: its place, -1 before it is written; total: calls, bytes and
+    place of its rule; stream: how many messages there were; last: where the last number is written.
+    """
+
+    __slots__ = ("key", "last", "num_bytes", "stream", "text", "total")
+
+    def __init__(
+        self, key: tuple[Any, ...], num_bytes: int, total: list[int], stream: list[int] | None, last: int
+    ) -> None:
+        self.key, self.num_bytes, self.total, self.stream, self.last = key, num_bytes, total, stream, last
+        self.text = -1
+
+
 class RingWriter:
-    """The recorder of one rank. Not thread-safe: a rank makes its calls one after another.
+    """The recorder of one rank.
 
     Raises ValueError if the file cannot be made (the disk is full, the folder is read-only). The space is reserved at
     once: a map into a file that the disk has no room for would kill the process later.
@@ -82,14 +101,14 @@ class RingWriter:
             raise ValueError(
                 f"{path}: the recorder cannot make its file ({error.strerror}); give another run folder"
             ) from None
-        self._head = self._text_at = self._lanes_at = self._num_totals = 0
-        self._known: dict[tuple[Any, ...], tuple[int, list[int]]] = {}
+        self._head = self._text_at = self._oldest = self._lanes_at = self._num_totals = 0
+        self._known: dict[tuple[Any, ...], Mark] = {}
+        self._streams: dict[tuple[int, str, int, int], list[int]] = {}  # of messages -> [how many]
+        self._learning = threading.Lock()
         self._rules: dict[tuple[str, str, str, str], list[int]] = {}  # -> [calls, bytes, offset]
         self._lane_ids: dict[tuple[str, tuple[int, ...], int], int] = {}
         self._labels: list[str] = []
-        self._recent: tuple[list[int], int] = ([0, 0, 0], 0)
         self._words = memoryview(self._map).cast("Q")  # an assignment to it is the cheapest write there is
-        self._pack = partial(RECORD.pack_into, self._map)
         self._word(AT_HOST, socket.gethostname())
         self._word(AT_DEVICE, device)
         LIFE.pack_into(self._map, AT_LIFE, RUNNING, 0, 0, 0, process_start(os.getpid()))
@@ -114,49 +133,58 @@ class RingWriter:
             self._counts()
         return self._lane_ids[key]
 
-    def enter(
-        self,
-        lane: int,
-        op: str,
-        seq: int,
-        num_bytes: int,
-        site: str,
-        shape: tuple[int, ...] = (),
-        dtype: str = "",
-        reduce_op: str | None = None,
-        root: int | None = None,
-        peer: int | None = None,
-        tag: str = "",
-        kind: str = "step",
-        more: tuple[Any, ...] = (),
-    ) -> int:
-        """Record that a call is made; returns its number, for `complete`.
+    def mark(self, lane: int, call: Call, num_bytes: int, is_async: bool = False, message_tag: int = 0) -> Mark:
+        """What `begin` needs to record calls like this one, whatever their number."""
+        op, _, tag, kind, site, _, shape, dtype, by, root, dim, ins, outs, peer = call
+        key = (
+            lane,
+            op,
+            num_bytes,
+            site,
+            shape,
+            dtype,
+            by,
+            root,
+            peer,
+            tag,
+            kind,
+            dim,
+            ins,
+            outs,
+            message_tag,
+            is_async,
+        )
+        return self._known.get(key) or self._learn(key)
 
-        root and peer count within the group; `more`: dim, input splits, output splits, message tag, is async.
+    def begin(self, mark: Mark, seq: int) -> int:
+        """Record that a call is made; returns its number, for `complete`. seq: its number in its group; messages are
+        numbered here, those of one sender to one receiver (and of one `message_tag`) together.
+
+        Threads need no lock: Python changes them where functions are called or loops turn, and no such place stands
+        between reading a number and writing the next one.
         """
-        key = (lane, op, num_bytes, site, shape, dtype, reduce_op, root, peer, tag, kind, more)
-        known = self._known.get(key)
-        text, total = known if known is not None else self._learn(key)
+        if mark.text < self._oldest:
+            self._write(mark)
+        if mark.stream is not None:
+            mark.stream[0] = seq = mark.stream[0] + 1
         self._head = number = self._head + 1
         at = HEADER_BYTES + (number - 1) % self._capacity * 64
-        self._pack(at, number, text, seq, self.step, now(), 0, 0, number)
-        total[0] = calls = total[0] + 1
-        total[1] = summed = total[1] + num_bytes
-        words, place = self._words, total[2]
-        words[AT_COUNTS // 8] = number
-        if peer is None and lane < NUM_LANES:
-            words[self._last + lane] = seq
-        words[place] = calls
-        words[place + 1] = summed
-        self._recent = total, num_bytes
+        _pack(self._map, at, number, mark.text, seq, self.step, now(), 0, 0, number)
+        words, total, place = self._words, mark.total, mark.total[2]
+        words[_HEAD] = number
+        words[mark.last] = seq
+        words[place] = total[0] = total[0] + 1
+        words[place + 1] = total[1] = total[1] + mark.num_bytes
         return number
 
-    def withdraw(self) -> None:
-        """Take back the last call: it was not made after all."""
-        total, num_bytes = self._recent
-        self._words[total[2]] = total[0] = total[0] - 1
-        self._words[total[2] + 1] = total[1] = total[1] - num_bytes
-        self._words[AT_COUNTS // 8] = self._head = self._head - 1
+    def enter(self, lane: int, call: Call, num_bytes: int, is_async: bool = False, message_tag: int = 0) -> int:
+        """`mark` and `begin` in one."""
+        return self.begin(self.mark(lane, call, num_bytes, is_async, message_tag), call.seq)
+
+    @property
+    def entered(self) -> int:
+        """Calls so far."""
+        return self._head
 
     def inside(self) -> bool:
         """Whether one of the last calls is not done."""
@@ -190,24 +218,34 @@ class RingWriter:
         """Say that the program has ended by itself."""
         struct.pack_into("<Ii", self._map, AT_LIFE, FAILED if exit_code else FINISHED, exit_code)
 
-    def _learn(self, key: tuple[Any, ...]) -> tuple[int, list[int]]:
-        lane, op, num_bytes, site, shape, dtype, reduce_op, root, peer, tag, kind, more = key
-        data = json.dumps([lane, op, num_bytes, site, shape, dtype, reduce_op, root, peer, tag, kind, *more]).encode()
+    def _learn(self, key: tuple[Any, ...]) -> Mark:
+        lane, op, num_bytes, _, _, _, _, _, peer, tag, kind, *more = key
+        last = self._last + lane if peer is None and lane < NUM_LANES else _NOWHERE
+        with self._learning:
+            rule = (kind, tag, self._labels[lane], op)
+            if rule not in self._rules:
+                self._rules[rule] = self._new_total(rule)
+            stream = None if peer is None else self._streams.setdefault((lane, op, peer, more[3]), [0])
+            mark = self._known[key] = Mark(key, num_bytes, self._rules[rule], stream, last)
+        return mark
+
+    def _write(self, mark: Mark) -> None:
+        """Write a call's text, where it can be read until the ring has forgotten the call."""
+        lane, op, num_bytes, site, _, dtype, reduce_op, root, peer, _tag, kind, *more = mark.key
+        usual = not any(more) and more[1] is None
+        data = json.dumps(mark.key[: -len(more)] if usual else mark.key).encode()
         if len(data) + 2 > self._half:
             data = json.dumps([lane, op, num_bytes, site, (), dtype, reduce_op, root, peer, "", kind]).encode()
-        if self._text_at // self._half != (self._text_at + len(data) + 1) // self._half:
-            self._text_at = -(-self._text_at // self._half) * self._half  # the other half is overwritten
-            self._known.clear()
-        at, text = self._text + self._text_at % (2 * self._half), self._text_at
-        self._map[at + 2 : at + 2 + len(data)] = data
-        LENGTH.pack_into(self._map, at, len(data))
-        self._text_at += len(data) + 2
-        self._counts()
-        rule = (kind, tag, self._labels[lane], op)
-        if rule not in self._rules:
-            self._rules[rule] = self._new_total(rule)
-        known = self._known[key] = (text, self._rules[rule])
-        return known
+        with self._learning:
+            if self._text_at // self._half != (self._text_at + len(data) + 1) // self._half:
+                self._oldest = self._text_at = -(-self._text_at // self._half) * self._half
+                self._known.clear()  # the other half is overwritten: all texts are written again
+            at = self._text + self._text_at % (2 * self._half)
+            self._map[at + 2 : at + 2 + len(data)] = data
+            LENGTH.pack_into(self._map, at, len(data))
+            mark.text = self._text_at
+            self._text_at += len(data) + 2
+            self._counts()
 
     def _new_total(self, rule: tuple[str, str, str, str]) -> list[int]:
         if self._num_totals >= NUM_TOTALS - 1:  # the last one counts everything that has no place of its own

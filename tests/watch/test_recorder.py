@@ -15,6 +15,7 @@ from crosscut.watch.recorder import Recorder, record_context
 
 def calls(ctx, folder):
     recorder = Recorder(folder, ctx.rank, ctx.world_size)
+    ends = ctx.new_group((0, 1), "ends")  # the ranks of a group over tp, on another connection
     record_context(ctx, recorder)
     ctx.set_mesh(Mesh.of("pp=2,tp=2"))
     tp, pp = ctx.group("tp"), ctx.group("pp")
@@ -34,21 +35,24 @@ def calls(ctx, folder):
         else:
             pp.recv(torch.empty(6), 0)
             up.send(torch.ones(2), 0)
+        with ctx.ledger.control():
+            tp.all_reduce(x, tag="evaluation")
+    if ctx.rank < 2:
+        ends.all_reduce(x)
     recorder.ring.end(0)
-    return ctx.ledger.to_json(), ctx.ledger.calls("step")
+    return ctx.ledger.counters
 
 
 def test_every_call_of_a_context_is_recorded(tmp_path):
     values = spawn(calls, tmp_path, world_size=4, backend="threads")
     facts = {}
-    for rank, (_, counted) in enumerate(values):
+    for rank, counted in enumerate(values):
         ring = read_ring(tmp_path / "ledger" / f"rank-{rank}.ring")
         facts[rank] = Facts(rank, ring, alive=False, exit_code=0)
-        recorded = {}
-        for (kind, _, axis, op), (number, _) in ring.totals.items():
-            if kind == "step":
-                recorded.setdefault(axis, {})[op] = recorded.get(axis, {}).get(op, 0) + number
-        assert recorded == counted  # the ring's totals are the ledger's
+        assert ring.totals == {key: value for key, value in counted.items() if key in ring.totals}
+        assert sum(calls for calls, _ in ring.totals.values()) == ring.entered
+        assert {op for kind, tag, _, op in counted if tag != "set_mesh"} >= {"all_to_all", "send", "recv", "barrier"}
+        assert {kind for kind, tag, *_ in ring.totals if tag == "evaluation"} == {"control"}
         assert all(record.completed for record in ring.records)
         steps = [record for record in ring.records if record.call.tag == "norm"]
         assert [record.step for record in steps] == [0, 1, 2]
@@ -61,6 +65,14 @@ def test_every_call_of_a_context_is_recorded(tmp_path):
             record.call.seq for record in ring.records if record.call.op in ("send", "recv") and record.lane.channel
         ]
         assert first == [1, 2, 3]  # messages are numbered on each channel
+        late = [record for record in ring.records if record.is_async]
+        assert {record.call.op for record in late} == {"all_to_all", "send"}
+        assert all(record.entered <= record.waiting <= record.completed for record in late)
+        assert not any(record.waiting for record in ring.records if not record.is_async)
+        if rank < 2:
+            lanes = {r.lane.label: r.lane for r in ring.records if r.lane.ranks == (0, 1)}
+            assert lanes["tp"].channel != lanes["ends"].channel  # each numbers its calls from 1
+            assert ring.last_seq[lanes["ends"]] == 1
     assert autopsy(facts, 4).verdict == "none"
 
 

@@ -9,18 +9,21 @@ import threading
 
 import pytest
 
+from crosscut.comm.call import Call
 from crosscut.watch.reading import Lane, RingFile, read_ring
 from crosscut.watch.ring import AT_COUNTS, FAILED, FORMAT_VERSION, HEADER_BYTES, NUM_TOTALS, RingWriter
 
 WRITER = """
 import sys
+from crosscut.comm.call import Call
 from crosscut.watch.ring import RingWriter
 ring = RingWriter(sys.argv[1], 1, 3)
 lane = ring.lane("dp", (1, 2))
 number = 0
 while True:
     number += 1
-    got = ring.enter(lane, "all_reduce", number, number * 4, "train.py:7", (number % 50,), "float32", "sum")
+    call = Call("all_reduce", "dp", "", "step", "train.py:7", number, (number % 50,), "float32", "sum")
+    got = ring.enter(lane, call, number * 4)
     if number % 2:
         ring.complete(got)
     if number == 10_000:
@@ -28,14 +31,19 @@ while True:
 """
 
 
+def call(op, seq, site="a.py:1", shape=(), dtype="", tag="", **rest):
+    return Call(op, "dp", tag, "step", site, seq, shape, dtype, **rest)
+
+
 def test_what_is_written_is_read(tmp_path):
     ring = RingWriter(tmp_path / "rank-1.ring", 1, 4, signal=40, device="cuda")
     dp, tp = ring.lane("dp", (1, 3)), ring.lane("tp", (0, 1), 1)
     assert ring.lane("dp", (1, 3)) == dp
     ring.step = 7
-    first = ring.enter(dp, "reduce", 1, 48, "a.py:3", (3, 4), "float32", "sum", 1, None, "grads", "step")
-    second = ring.enter(tp, "recv", 0, 0, "b.py:9", (), "int64", None, None, 0, more=(None, None, None, 5))
-    third = ring.enter(dp, "all_to_all", 2, 8, "c.py:1", (2,), "float32", more=(None, (1, 1), (0, 2), 0, True))
+    first = ring.enter(dp, call("reduce", 1, "a.py:3", (3, 4), "float32", "grads", reduce_op="sum", root=1), 48)
+    second = ring.enter(tp, call("recv", 0, "b.py:9", (), "int64", peer=0), 0, message_tag=5)
+    splits = {"input_splits": (1, 1), "output_splits": (0, 2)}
+    third = ring.enter(dp, call("all_to_all", 2, "c.py:1", (2,), "float32", **splits), 8, is_async=True)
     ring.complete(second)
     ring.waits(third)
     read = read_ring(ring.path)
@@ -46,7 +54,7 @@ def test_what_is_written_is_read(tmp_path):
     assert b.lane == Lane("tp", (0, 1), 1)
     assert (a.call.op, a.call.reduce_op, a.call.root, a.call.shape, a.bytes) == ("reduce", "sum", 1, (3, 4), 48)
     assert (a.call.tag, a.call.site, a.call.seq, a.step) == ("grads", "a.py:3", 1, 7)
-    assert (b.call.peer, b.message_tag) == (0, 5)
+    assert (b.call.peer, b.message_tag, b.call.seq) == (0, 5, 1)
     assert (c.call.input_splits, c.call.output_splits) == ((1, 1), (0, 2))
     assert (b.is_async, c.is_async) == (False, True)
     assert a.entered <= b.entered <= b.completed
@@ -64,7 +72,7 @@ def test_what_is_written_is_read(tmp_path):
 def test_sections_clock_and_end(tmp_path):
     ring = RingWriter(tmp_path / "r", 0, 1)
     lane = ring.lane("x", (0, 1))
-    ring.enter(lane, "barrier", 1, 0, "a.py:1")
+    ring.enter(lane, call("barrier", 1), 0)
     before = read_ring(ring.path)
     ring.section("saving a checkpoint", 90.5)
     ring.align(-1_000_000)
@@ -83,10 +91,10 @@ def test_sections_clock_and_end(tmp_path):
 def test_it_wraps_and_the_totals_do_not(tmp_path):
     ring = RingWriter(tmp_path / "r", 0, 2, capacity=16)
     lane = ring.lane("dp", (0, 1))
-    numbers = [ring.enter(lane, "send", i, i, "a.py:1", (i,), peer=1) for i in range(50)]
+    numbers = [ring.enter(lane, call("send", 0, shape=(i,), peer=1), i) for i in range(50)]
     ring.complete(numbers[0])  # long overwritten: must not touch the record that has its place
     read = read_ring(ring.path)
-    assert [record.call.seq for record in read.records] == list(range(34, 50))
+    assert [record.call.seq for record in read.records] == list(range(35, 51))
     assert read.wrapped
     assert all(record.completed == 0 for record in read.records)
     assert read.totals["step", "", "dp", "send"] == (50, sum(range(50)))
@@ -96,7 +104,7 @@ def test_shapes_that_change_for_ever_do_not_fill_it(tmp_path):
     ring = RingWriter(tmp_path / "r", 0, 2, capacity=64)
     lane = ring.lane("dp", (0, 1))
     for i in range(5000):
-        ring.enter(lane, "all_gather", i, 4, "a.py:1", (i, i + 1), "float32")
+        ring.enter(lane, call("all_gather", i, shape=(i, i + 1), dtype="float32"), 4)
     read = read_ring(ring.path)
     assert [record.call.shape for record in read.records] == [(i, i + 1) for i in range(4936, 5000)]
 
@@ -105,7 +113,7 @@ def test_more_rules_than_there_is_room_for_are_counted_together(tmp_path):
     ring = RingWriter(tmp_path / "r", 0, 2)
     lane = ring.lane("dp", (0, 1))
     for i in range(NUM_TOTALS + 40):
-        ring.enter(lane, "all_reduce", i, 10, "a.py:1", tag=f"{'long ' * 80}{i}" if i % 2 else f"tag {i}")
+        ring.enter(lane, call("all_reduce", i, tag=f"{'long ' * 80}{i}" if i % 2 else f"tag {i}"), 10)
     totals = read_ring(ring.path).totals
     assert sum(calls for calls, _ in totals.values()) == NUM_TOTALS + 40
     assert sum(size for _, size in totals.values()) == 10 * (NUM_TOTALS + 40)
@@ -115,8 +123,8 @@ def test_more_rules_than_there_is_room_for_are_counted_together(tmp_path):
 def test_large_groups(tmp_path):
     ring = RingWriter(tmp_path / "r", 0, 100_000)
     even, odd = range(3, 99_000, 8), [0, *range(7, 90)]
-    ring.enter(ring.lane("dp", even), "barrier", 1, 0, "a.py:1")
-    ring.enter(ring.lane("odd", odd), "barrier", 1, 0, "a.py:1")
+    ring.enter(ring.lane("dp", even), call("barrier", 1), 0)
+    ring.enter(ring.lane("odd", odd), call("barrier", 1), 0)
     assert [record.lane.ranks for record in read_ring(ring.path).records] == [tuple(even), tuple(odd)]
 
 
@@ -151,7 +159,7 @@ def test_a_half_written_record_is_left_out(tmp_path):
     ring = RingWriter(tmp_path / "r", 0, 2)
     lane = ring.lane("dp", (0, 1))
     for i in range(3):
-        ring.enter(lane, "barrier", i, 0, "a.py:1")
+        ring.enter(lane, call("barrier", i), 0)
     with open(ring.path, "r+b") as file:
         file.seek(HEADER_BYTES + 64 + 56)  # the second number of record 2
         file.write(struct.pack("<Q", 0))
@@ -201,7 +209,7 @@ def test_one_write_overlaps_another_reader(tmp_path):
         i = 0
         while not stop.is_set():
             i += 1
-            ring.enter(lane, "send", i, i, "a.py:1", (i % 5,), peer=1)
+            ring.enter(lane, call("send", 0, shape=(i % 5,), peer=1), i)
 
     thread = threading.Thread(target=write)
     thread.start()

@@ -11,18 +11,20 @@ from pathlib import Path
 import pytest
 
 from crosscut.cli.main import main
+from crosscut.comm.call import Call
 from crosscut.watch.folder import path_of, write_json
 from crosscut.watch.ring import FORMAT_VERSION, RingWriter
 
 DATA = Path(__file__).parent / "data"
 DEAD = """
 import sys
+from crosscut.comm.call import Call
 from crosscut.watch.ring import RingWriter
 run, rank, calls, code = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 ring = RingWriter(f"{run}/ledger/rank-{rank}.ring", rank, 3)
 lane = ring.lane("world", range(3))
 for seq in range(1, calls + 1):
-    number = ring.enter(lane, "all_reduce", seq, 16, "train.py:7", (4,), "float32", "sum")
+    number = ring.enter(lane, Call("all_reduce", "dp", "", "step", "train.py:7", seq, (4,), "float32", "sum"), 16)
     if seq < calls or code == "ends":
         ring.complete(number)
 if code == "ends":
@@ -63,8 +65,8 @@ def test_a_run_that_is_alive(tmp_path, capsys):
     rings = [RingWriter(path_of(tmp_path, rank, "ring"), rank, 2) for rank in range(2)]
     lanes = [ring.lane("dp", (0, 1)) for ring in rings]
     for ring, lane in zip(rings, lanes, strict=True):
-        ring.complete(ring.enter(lane, "barrier", 1, 0, "a.py:1"))
-    rings[0].enter(lanes[0], "barrier", 2, 0, "a.py:2")
+        ring.complete(ring.enter(lane, Call("barrier", "dp", "", "step", "a.py:1", 1), 0))
+    rings[0].enter(lanes[0], Call("barrier", "dp", "", "step", "a.py:2", 2), 0)
     write_json(tmp_path / "autopsy.json", {"verdict": "oom", "text": "of an earlier attempt", "culprits": [0]})
     code, out, _ = why(tmp_path, "--json", "-", capsys=capsys)
     body = json.loads(out)

@@ -112,8 +112,12 @@ class InterceptedGroup(_Base):
         return str(inner._get_backend(inner._device_types[0] if x is None else x.device).name()).lower()
 
     def _observe(self, op: str, told: Described, start: Callable[..., Any]) -> SeenWork:
-        shapes = tuple(tuple(x.shape) for x in told.shown)
-        dtypes = ",".join(dict.fromkeys(dtype_name(x.dtype) for x in told.shown))
+        shapes: Any
+        if len(told.shown) == 1:
+            shapes, dtypes = tuple(told.shown[0].shape), dtype_name(told.shown[0].dtype)
+        else:  # of a coalesced call, or none
+            shapes = tuple(tuple(x.shape) for x in told.shown)
+            dtypes = ",".join(dict.fromkeys(dtype_name(x.dtype) for x in told.shown))
         self._num_calls += told.peer is None
         call = Call(
             op,
@@ -122,7 +126,7 @@ class InterceptedGroup(_Base):
             "step",
             call_site(),
             self._num_calls if told.peer is None else 0,
-            shapes[0] if len(shapes) == 1 else shapes,  # type: ignore[arg-type]  # a coalesced call has several
+            shapes,
             dtypes,
             told.reduce_op,
             told.root,
