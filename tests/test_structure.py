@@ -27,7 +27,7 @@ BELOW = {
     "testing": {"layout", "comm", "models", "parallel"},
     "train": {"layout", "comm", "models", "parallel"},
     "tour": {"layout", "comm", "models", "parallel", "testing"},
-    "bench": {"layout", "comm", "models", "parallel", "testing"},
+    "bench": {"layout", "comm", "models", "parallel", "testing", "watch"},
     "doctor": {"layout", "comm"},
     "watch": {"layout", "comm"},
     "report": {"layout"},

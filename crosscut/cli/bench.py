@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 BENCHES = {
     "collectives": "time, algbw and busbw of every operation, size and back end, in turn within each trial",
     "steps": "whole training steps, crosscut's beside stock PyTorch's, on the same back end",
+    "recorder": "what the recorder of crosscut.watch adds to a call and to a training step",
     "machine": "copying, matrix products, a latency and a bandwidth per operation: the machine's profile",
 }
 # Which options go with which of them only.
 ONLY = {
-    "collectives": ("ops", "sizes", "algorithms", "csv", "plot", "quick", "dtype"),
-    "machine": ("out",),
-    "steps": ("workloads", "parallels", "seconds", "markdown"),
+    **dict.fromkeys(("ops", "sizes", "algorithms", "csv", "plot", "quick", "dtype"), ("collectives",)),
+    "out": ("machine",),
+    **dict.fromkeys(("workloads", "parallels", "markdown"), ("steps",)),
+    "seconds": ("steps", "recorder"),
+    **dict.fromkeys(("backends", "trials"), ("collectives", "steps", "machine")),
 }
 
 
@@ -52,7 +55,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--out", metavar="FILE", help="machine: where to write the profile (default: crosscut's cache)")
     parser.add_argument("--workloads", metavar="NAME,...", help="steps: of mlp, transformer, transformer-small")
     parser.add_argument("--parallels", metavar="NAME,...", help="steps: of ddp, fsdp, tp, pp (default: all)")
-    parser.add_argument("--seconds", type=float, metavar="S", help="steps: of trials for each row (default 5)")
+    parser.add_argument("--seconds", type=float, metavar="S", help="steps, recorder: of trials for each row (5; 2)")
     parser.add_argument("--markdown", metavar="FILE", help="steps: write the tables for a document")
     add_json_argument(parser)
 
@@ -61,10 +64,9 @@ def run(args: argparse.Namespace) -> int:
     """Measure; 0, 1 if a result was wrong, 130 after Ctrl-C."""
     if args.name not in BENCHES:
         raise ValueError(f"unknown bench {args.name!r}{nearest(args.name, BENCHES)}")
-    for name, options in ONLY.items():
-        for option in options:
-            if name != args.name and getattr(args, option) is not None:
-                raise ValueError(f"--{option} goes with bench {name}, not with {args.name}")
+    for option, names in ONLY.items():
+        if args.name not in names and getattr(args, option) is not None:
+            raise ValueError(f"--{option} goes with bench {' and '.join(names)}, not with {args.name}")
     from crosscut.comm.launched import launched
 
     if launched() is not None:
@@ -73,6 +75,10 @@ def run(args: argparse.Namespace) -> int:
         from crosscut.cli.bench_steps import run as run_steps
 
         return run_steps(args)
+    if args.name == "recorder":
+        from crosscut.cli.bench_recorder import run as run_recorder
+
+        return run_recorder(args)
     return _machine(args) if args.name == "machine" else _collectives(args)
 
 
