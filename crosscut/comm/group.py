@@ -27,7 +27,7 @@ from crosscut.comm.handle import Handle
 from crosscut.comm.observe import ObservedWork
 
 __all__ = ["Group", "Handle"]
-SHORT_BYTES = 1 << 15  # where a back end may have a quicker way
+SHORT_BYTES = 1 << 18  # where a back end may have a quicker way
 
 
 class Group(GroupBase):

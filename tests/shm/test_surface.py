@@ -230,7 +230,7 @@ def sums_of_noise(ctx, sizes):
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_reductions_are_bitwise_equal_on_all_ranks_and_in_all_sizes(shm, world_size):
-    sizes = [1, 33, 9000, 300_000]
+    sizes = [1, 33, 9000, 65_536, 65_537, 300_000]
     results = shm(sums_of_noise, sizes, world_size=world_size)
     for index, numel in enumerate(sizes):
         expected = noise(0, numel)

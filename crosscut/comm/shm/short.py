@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from crosscut.comm.shm.operation import Steps
 
 Tensor = torch.Tensor
-SHORT_BYTES = 1 << 15
+SHORT_BYTES = 1 << 18
 PLAIN = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.int8, torch.uint8})
 _KINDS: dict[tuple[str, str, torch.dtype | None], int] = {}  # signatures without the size
 
