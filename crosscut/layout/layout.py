@@ -128,7 +128,8 @@ class Layout:
     ) -> Layout:
         """This layout with what is given changed: what flags do to a layout file.
 
-        A new mesh keeps cuts that were written by hand, and takes the usual ones where the old had the usual ones.
+        A new mesh keeps cuts that were written by hand, and takes the usual ones where the old had the usual ones; so
+        does a new compute dtype with the one of the reduction.
         """
         grid, cuts = self.mesh, dict(self.cuts)
         if mesh is not None:
@@ -158,6 +159,8 @@ class Layout:
         )
         precision = self.precision
         if compute is not None or reduce is not None:
+            by_hand = precision != _precision(precision.compute, None)
+            reduce = precision.reduce if reduce is None and by_hand else reduce
             precision = _precision(compute if compute is not None else precision.compute, reduce)
         method = Context(context) if context is not None else self.context
         return Layout(grid, cuts, store, sched, rec, precision, method)

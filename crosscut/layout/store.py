@@ -110,7 +110,7 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtype of activations and parameters in use, and the one in which gradients are summed over ranks."""
+    """The dtype of activations and of parameters in use, and the one in which gradients are summed over ranks."""
 
     compute: str = "fp32"
     reduce: str = "fp32"
@@ -120,6 +120,12 @@ class Precision:
         choice("precision", "reduce", self.reduce, COMPUTE_DTYPES)
         if self.compute == "fp64" and self.reduce != "fp64":
             raise LayoutError(f'[precision] reduce = {self.reduce!r} loses what compute = "fp64" keeps; use "fp64"')
+
+    @property
+    def master(self) -> str:
+        """The dtype of what the optimizer works on: parameters, their gradients, its state, checkpoints (Micikevicius
+        et al., 2018, arXiv:1710.03740)."""
+        return "fp64" if self.compute == "fp64" else "fp32"
 
     @property
     def scalar(self) -> str:

@@ -5,6 +5,7 @@ Two ways to do the same: `NaiveReducer`, an all_reduce for each parameter after 
 
 Every reduction is a SUM: the loss was divided by the number of tokens of the whole batch, so gradients need no average.
 A parameter that got no gradient counts as zeros, since another rank may have one; its `.grad` is then the sum.
+Gradients may travel in another dtype than the parameters', `reduce`.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ TAG = "gradients/step"
 
 @dataclass(frozen=True)
 class Owed:
-    """A parameter and the group over which its gradient is summed."""
+    """A parameter and the group over which its gradient is summed. used: what the module computes with where that is a
+    copy: when its gradient comes it is that of the parameter already (masters.py)."""
 
     name: str
     param: nn.Parameter
     group: Group
+    used: nn.Parameter | None = None
 
 
 class Reducer(Protocol):
@@ -41,8 +44,8 @@ class Reducer(Protocol):
 class NaiveReducer:
     """One all_reduce a parameter, after backward, in registration order."""
 
-    def __init__(self, owed: Sequence[Owed]) -> None:
-        self.owed = [o for o in owed if o.group.size > 1]
+    def __init__(self, owed: Sequence[Owed], reduce: torch.dtype | None = None) -> None:
+        self.owed, self.reduce = [o for o in owed if o.group.size > 1], reduce
 
     def last_backward(self) -> None:
         """Nothing to prepare: all is done in `finish`."""
@@ -51,10 +54,21 @@ class NaiveReducer:
         for o in self.owed:
             if o.param.grad is None:
                 o.param.grad = torch.zeros_like(o.param)
-            o.group.all_reduce(o.param.grad, tag=TAG)
+            sum_over(o.group, o.param.grad, self.reduce, TAG)
 
     def close(self) -> None:
         """Nothing to undo."""
+
+
+def sum_over(group: Group, grad: Tensor, reduce: torch.dtype | None, tag: str) -> None:
+    """Make `grad` the sum over the ranks of `group`; it travels in the dtype `reduce` (default: its own)."""
+    put_back(group.all_reduce(grad.to(reduce or grad.dtype), tag=tag), grad)
+
+
+def put_back(arrived: Tensor, into: Tensor) -> None:
+    """What was reduced in another dtype goes back to where it came from; in the same one it is there already."""
+    if arrived.dtype != into.dtype:
+        into.copy_(arrived)
 
 
 @dataclass
@@ -83,16 +97,17 @@ class BucketReducer:
     op = "sum"
     marked = False
 
-    def __init__(self, owed: Sequence[Owed], bucket_bytes: int = 25_000_000) -> None:
+    def __init__(self, owed: Sequence[Owed], bucket_bytes: int = 25_000_000, reduce: torch.dtype | None = None) -> None:
         if bucket_bytes < 1:
             raise ValueError(
                 f"bucket_bytes={bucket_bytes} must be at least 1; use NaiveReducer for one call a parameter"
             )
-        self.buckets = _fill_buckets([o for o in reversed(owed) if o.group.size > 1], bucket_bytes, self.marked)
+        several = [o for o in reversed(owed) if o.group.size > 1]
+        self.buckets = _fill_buckets(several, bucket_bytes, self.marked, reduce)
         self._armed = False
         self._next = 0  # the first bucket that has not started
         self._hooks = [
-            o.param.register_post_accumulate_grad_hook(self._hook(bucket, i))
+            (o.param if o.used is None else o.used).register_post_accumulate_grad_hook(self._hook(bucket, i))
             for bucket in self.buckets
             for i, o in enumerate(bucket.owed)
         ]
@@ -104,7 +119,8 @@ class BucketReducer:
         self._armed, self._next = True, 0
 
     def finish(self) -> None:
-        """Start what backward did not complete, wait for all; every `.grad` is then a view of its summed bucket."""
+        """Start what backward did not complete, wait for all; every `.grad` is then a view of its summed bucket, or a
+        copy of it in the parameter's dtype."""
         if not self._armed:
             self.last_backward()  # no backward ran here (a rank without work): it still takes part
         for bucket in self.buckets:
@@ -115,6 +131,9 @@ class BucketReducer:
             assert bucket.handle is not None
             bucket.handle.wait()
             bucket.handle = None
+            for o, view in zip(bucket.owed, bucket.views, strict=True):
+                if view.dtype != o.param.dtype:
+                    o.param.grad = view.to(o.param.dtype)
         self._armed = False
 
     def close(self) -> None:
@@ -137,7 +156,7 @@ class BucketReducer:
             view.zero_()
         elif param.grad is not view:
             view.copy_(param.grad)
-        param.grad = view
+        param.grad = view if view.dtype == param.dtype else None
         bucket.missing.discard(index)
 
     def _start_ready(self) -> None:
@@ -147,13 +166,13 @@ class BucketReducer:
             self._next += 1
 
 
-def _fill_buckets(owed: Sequence[Owed], bucket_bytes: int, marked: bool) -> list[Bucket]:
+def _fill_buckets(owed: Sequence[Owed], bucket_bytes: int, marked: bool, reduce: torch.dtype | None) -> list[Bucket]:
     """Consecutive parameters of one group, dtype and device share a bucket until it is full."""
     runs: list[list[Owed]] = []
     open_runs: dict[tuple, tuple[list[Owed], int]] = {}
     for o in owed:
         key = (o.group.label, o.param.dtype, o.param.device)
-        size = o.param.numel() * o.param.element_size()
+        size = o.param.numel() * (reduce or o.param.dtype).itemsize
         run, filled = open_runs.get(key, ([], 0))
         if not run or filled + size > bucket_bytes:
             run, filled = [], 0
@@ -164,7 +183,8 @@ def _fill_buckets(owed: Sequence[Owed], bucket_bytes: int, marked: bool) -> list
     for run in runs:
         first = run[0].param
         sizes = [o.param.numel() for o in run]
-        flat = torch.zeros(sum(sizes) + len(run) * marked, dtype=first.dtype, device=first.device)
+        numbers = sum(sizes) + len(run) * marked
+        flat = torch.zeros(numbers, dtype=reduce or first.dtype, device=first.device)
         *pieces, marks = flat.split([*sizes, len(run) * marked])
         views = [piece.view(o.param.shape) for piece, o in zip(pieces, run, strict=True)]
         buckets.append(Bucket(run[0].group, run, flat, views, marks))

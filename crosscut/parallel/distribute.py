@@ -7,13 +7,13 @@ happens at each boundary, over which axes a gradient is summed. What this engine
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from crosscut.comm import pairs
 from crosscut.comm.context import Context
@@ -24,18 +24,18 @@ from crosscut.layout.plan import Ranges
 from crosscut.layout.spec import Dims
 from crosscut.parallel import clip
 from crosscut.parallel.batch import Batch, MicroBatch
-from crosscut.parallel.contract import ContractMode
 from crosscut.parallel.data import BucketReducer, NaiveReducer, Owed, Reducer
 from crosscut.parallel.elementwise import require_elementwise
 from crosscut.parallel.inspect import accepts_positions, loss_kind, spec_from_module
 from crosscut.parallel.loss import LossMode
+from crosscut.parallel.masters import Masters
 from crosscut.parallel.materialize import build_whole, hold_share
 from crosscut.parallel.pipeline.runtime import StageRun, StageWork
 from crosscut.parallel.pipeline.schedules import Action, add_communication, build, forward_only
 from crosscut.parallel.pipeline.stage import Stage
 from crosscut.parallel.store import Store
 from crosscut.parallel.supported import DTYPES, refuse_unsupported
-from crosscut.parallel.tensor import cut_embedding, install_boundaries
+from crosscut.parallel.tensor import Boundaries
 from crosscut.parallel.tied import TiedEnds
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
@@ -79,7 +79,12 @@ def distribute(
 
 
 class DistributedModel:
-    """One rank's share of a model under a layout. Attributes: `plan`, `layout`, `ctx`, `module` (this rank's stage)."""
+    """One rank's share of a model under a layout. Attributes: `plan`, `layout`, `ctx`, `module` (this rank's stage).
+
+    What `module` computes with is in the layout's compute dtype. The parameters that `named_parameters` gives, their
+    gradients and the optimizer's state are fp32 at least: without a store copies of all numbers, under one this rank's
+    shards.
+    """
 
     def __init__(
         self,
@@ -106,14 +111,16 @@ class DistributedModel:
         self.plan = derive(self.spec, layout, batch=batch or least, seq=seq)
         ctx.set_mesh(layout.mesh, self.plan.group_axes)
         self.stage = Stage(self.module, self.plan, ctx.coords["pp"], layout.mesh.size("pp"))
-        hold_share(self.module, self.plan, ctx, DTYPES[layout.precision.compute], drawn, seed)
+        hold_share(self.module, self.plan, ctx, drawn, seed)
+        self._compute, self._scalar = DTYPES[layout.precision.compute], DTYPES[layout.precision.scalar]
         self._tied = TiedEnds(self.plan, ctx)
         self._positions = accepts_positions(self.module)
         self._store = Store(self.module, self.plan, ctx)
-        self._install()
+        self._masters = Masters(self.module, self._compute, but_not=self._store.shards)
+        self._held = {**self._masters.held, **self._store.shards}  # what stands for a parameter of the module
+        self._boundaries = Boundaries(self.module, self.plan, ctx)
         self._sharder = self._store.drive()
         self._reducer: Reducer = self._make_reducer(bucket_bytes)
-        self._checked = False
 
     # ---- one step -------------------------------------------------------------------------------------------------
 
@@ -160,7 +167,7 @@ class DistributedModel:
         """
         norm = clip.global_norm(
             (p.grad for name, p in self.named_parameters() if p.grad is not None and self.counts(name)),
-            self._world, norm_type, self._scalar_dtype, "step",
+            self._world, norm_type, self._scalar, "step",
         )  # fmt: skip
         if max_norm is not None:
             clip.scale_gradients((p for _, p in self.named_parameters()), norm, max_norm)
@@ -201,7 +208,7 @@ class DistributedModel:
         """(name in the whole model, this rank's local parameter, or its shard under a store); a tied parameter once,
         under the first name held."""
         for name, p in self.module.named_parameters():
-            yield name, self._store.shards.get(name, p)
+            yield name, self._held.get(name, p)
 
     def held_ranges(self, name: str) -> Ranges:
         """Per dim, the [start, stop) ranges of the whole parameter `name` that this rank's tensor of
@@ -223,63 +230,36 @@ class DistributedModel:
     def _world(self) -> Group:
         return self.ctx.group(self.layout.mesh.axes)
 
-    @property
-    def _scalar_dtype(self) -> torch.dtype:
-        return torch.float64 if self.layout.precision.compute == "fp64" else torch.float32
-
-    def _install(self) -> None:
-        """Boundaries get their hooks, a vocab-cut Embedding its masked look-up."""
-        modules = {name: m for name, m in self.module.named_modules(remove_duplicate=False) if name}
-        self._columns: dict[int, str] = {}
-        self._rows: dict[int, str] = {}
-        axes: set[str] = set()
-        for name, param in self.plan.params.items():
-            owner = modules.get(name.rpartition(".")[0])
-            if owner is None or not name.endswith("weight") or not isinstance(owner, (nn.Linear, nn.Embedding)):
-                continue
-            if param.axis_cuts[0] and isinstance(owner, nn.Embedding):
-                cut_embedding(owner, self.ctx.group(param.axis_cuts[0]))
-            elif isinstance(owner, nn.Linear):
-                for dim, found in enumerate((self._columns, self._rows)):
-                    if param.axis_cuts[dim]:
-                        found[id(owner.weight)] = name
-                        axes.update(param.axis_cuts[dim])
-        self._watch: ContractMode | None = None
-        install_boundaries(self.plan, self.ctx, modules, self._settle)
-        self._cut_label = self.layout.mesh.label(tuple(axes))
-
-    def _settle(self, x: Tensor) -> None:
-        if self._watch is not None:
-            self._watch.settle(x)
-
     def _make_reducer(self, bucket_bytes: int) -> Reducer:
         owed = [
-            Owed(name, p, self.ctx.group(self.plan.params[name].sum_axes))
+            Owed(name, p, self.ctx.group(self.plan.params[name].sum_axes), self._masters.copies.get(name))
             for name, p in self.named_parameters()
             if p.requires_grad and name not in self._store.shards
         ]
-        return BucketReducer(owed, bucket_bytes) if bucket_bytes else NaiveReducer(owed)
+        reduce = DTYPES[self.layout.precision.reduce]
+        return BucketReducer(owed, bucket_bytes, reduce) if bucket_bytes else NaiveReducer(owed, reduce)
 
     def _run(self, batch: Batch, actions: Sequence[Action], kind: str) -> Callable[[], StepOutput]:
         """Do the actions. What is returned gives the output: it waits for the loss of all ranks, which is on its way
         while gradients still are."""
         ctx = self.ctx
         self._sharder.reset()
+        self._masters.refresh()
         self._size_plan(batch.micro)
         micro = tuple(self._own_labels(m) for m in batch.micro)
         labels, pp = ctx.group(self.plan.loss.label_axes), ctx.group("pp")
         counts = [m.num_terms for m in micro]
         total = torch.tensor(sum(counts), dtype=torch.int64, device=ctx.device)
-        losses = torch.zeros((), dtype=self._scalar_dtype, device=ctx.device)
+        losses = torch.zeros((), dtype=self._scalar, device=ctx.device)
         # The number of tokens is needed after the first forward, and travels beside it.
         pending = [labels.all_reduce(total, async_op=True, tag="loss/step", kind=kind)]
         left = set(range(len(micro)))  # whose loss is not in the sum yet
 
         def forward(m: int, received: Tensor | None) -> Tensor:
-            with self._contract():
+            with self._boundaries.watch():
                 kwargs = {"positions": micro[m].positions} if self._positions else {}
                 self._sharder.before_forward(self._sharder.rest)
-                output = self.stage.forward(received, self._cast(micro[m].inputs), **kwargs)
+                output = self.stage.forward(received, _cast(micro[m].inputs, self._compute), **kwargs)
                 self._sharder.after_forward(self._sharder.rest, output)
             if not self.stage.is_last:
                 return output
@@ -317,14 +297,13 @@ class DistributedModel:
         return replace(micro, labels=labels)
 
     def _loss(self, output: Tensor, labels: Tensor) -> Tensor:
+        """The user's loss, of outputs as wide as the reported loss: a sum over tokens has no digits to give away."""
+        output = tree_map_only(Tensor, lambda x: _cast(x, self._scalar), output)
         with LossMode(output, self.ctx.group(self.plan.loss.vocab_axes), tag="loss/forward"):
-            loss = self.loss_fn(output, self._cast(labels))
+            loss = self.loss_fn(output, _cast(labels, self._scalar))
         if loss.ndim:
             raise ValueError(f"loss_fn returned shape {tuple(loss.shape)}; it must return the mean, one number")
         return loss
-
-    def _cast(self, x: Tensor) -> Tensor:
-        return x.to(DTYPES[self.layout.precision.compute]) if x.is_floating_point() else x
 
     def _hidden(self, micro: MicroBatch) -> Tensor:
         """An empty hidden value of the stage boundary, for this micro-batch's rows and length."""
@@ -332,14 +311,7 @@ class DistributedModel:
         shape[0] = micro.inputs.size(0)
         if self.plan.seq is not None:
             shape[1] = shape[1] * micro.inputs.size(1) // self.plan.seq
-        return torch.empty(shape, dtype=DTYPES[self.layout.precision.compute], device=self.ctx.device)
-
-    def _contract(self):  # type: ignore[no-untyped-def]
-        """The first forward with cut Linears is watched; the rest run free."""
-        if self._checked or not (self._columns or self._rows):
-            return nullcontext()
-        self._checked = True
-        return _Watching(self)
+        return torch.empty(shape, dtype=self._compute, device=self.ctx.device)
 
     def _size_plan(self, micro: tuple[MicroBatch, ...]) -> None:
         """Derive again with the sizes of the first batch, so that the rules' bytes are those that will be counted."""
@@ -353,20 +325,8 @@ class DistributedModel:
         self._sized = True
 
 
-class _Watching:
-    """Makes the contract mode active and known to the boundaries' exits."""
-
-    def __init__(self, model: DistributedModel) -> None:
-        self.model = model
-
-    def __enter__(self) -> None:
-        self.model._watch = ContractMode(self.model._columns, self.model._rows, self.model._cut_label)
-        self.model._watch.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        assert self.model._watch is not None
-        self.model._watch.__exit__(*error)
-        self.model._watch = None
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() else x
 
 
 def _boundary_tag(action: Action) -> str:

@@ -10,6 +10,7 @@ from torch import nn
 from crosscut.comm.context import Context
 from crosscut.layout.plan import Plan
 from crosscut.models.init import Init, draw
+from crosscut.parallel.supported import DTYPES
 from crosscut.parallel.tensor import take_slice
 
 
@@ -58,15 +59,15 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module | None:
         return None
 
 
-def hold_share(
-    module: nn.Module, plan: Plan, ctx: Context, dtype: torch.dtype, table: Mapping[str, Init] | None, seed: int
-) -> None:
-    """Replace each parameter of `module` (whole shapes, this rank's stage) by this rank's slice, in `dtype`, on its
-    device: of a parameter that is kept cut between uses, the rows that it keeps.
+def hold_share(module: nn.Module, plan: Plan, ctx: Context, table: Mapping[str, Init] | None, seed: int) -> None:
+    """Replace each parameter of `module` (whole shapes, this rank's stage) by this rank's slice, in the dtype of master
+    weights, on its device: of a parameter that is kept cut between uses, the rows that it keeps. Buffers get the dtype
+    of activations.
 
     Numbers are drawn from `table` if there is one, else cut from the module's own. Tied names stay one parameter.
     """
-    coords, sizes = ctx.coords, plan.layout.mesh.sizes
+    coords, sizes, precision = ctx.coords, plan.layout.mesh.sizes, plan.layout.precision
+    dtype = DTYPES[precision.master]
     new: dict[int, nn.Parameter] = {}
     for name, old in list(module.named_parameters(remove_duplicate=False)):
         if id(old) not in new:
@@ -86,4 +87,5 @@ def hold_share(
     for name, buffer in list(module.named_buffers()):
         owner, _, leaf = name.rpartition(".")
         moved = buffer.to(ctx.device)
-        module.get_submodule(owner)._buffers[leaf] = moved.to(dtype) if moved.is_floating_point() else moved
+        moved = moved.to(DTYPES[precision.compute]) if moved.is_floating_point() else moved
+        module.get_submodule(owner)._buffers[leaf] = moved

@@ -12,6 +12,10 @@ wire every rank's share of a parameter is padded to one width, and S is the sum 
 
 The whole is let go by shrinking its storage to no bytes and filled again in place: autograd keeps views of it and sees
 the values again. (To drop the Parameters would free nothing.)
+
+Where the whole is narrower than the shards (`compute`), these are the master weights: what an optimizer adds to a
+number may be less than half a unit in the last place of the narrow dtype, and would be lost there (Micikevicius et al.
+2018, arXiv:1710.03740, section 3.1).
 """
 
 from __future__ import annotations
@@ -25,6 +29,8 @@ from torch import Tensor, nn
 
 from crosscut.comm.group import Group, Handle
 from crosscut.layout.plan import own_rows
+from crosscut.parallel.chunks import collect, spread
+from crosscut.parallel.data import put_back
 
 Owner = tuple[nn.Module, str]  # a module and the attribute of it that a Parameter is; a tied one has several
 
@@ -80,12 +86,15 @@ class Unit:
     """Parameters of one group, dtype and requires_grad, gathered together and their gradients reduced together.
 
     members: all kept whole, or all kept cut. 0-d parameters cannot be cut and are no members.
-    compute: the dtype of the whole of what is kept cut (default: the rows'); shards are cast before they are sent.
-    reduce: the dtype in which gradients travel and add up (default: the rows').
+    compute: the dtype of the whole (default: the rows'); shards are cast before they are sent.
+    reduce: the dtype in which gradients travel (default: the rows'). They add up in it, or in the rows' if that is
+    wider.
     average: divide the summed gradients by the number of ranks.
 
-    Every method but `release`, `publish` is collective over `group`, in the same order on all of its ranks.
+    Every method but `release`, `keep`, `publish` is collective over `group`, in the same order on all of its ranks.
     """
+
+    marks = 0  # numbers that a rank's row of gradients carries beside them
 
     def __init__(
         self,
@@ -100,25 +109,31 @@ class Unit:
         self.group, self.requires_grad = group, requires_grad
         self.keeps_whole = members[0].whole is not None
         self._average = average
-        self.pieces = self._wholes(members) if self.keeps_whole else self._shards(members, compute)
+        self.pieces = (self._wholes if self.keeps_whole else self._shards)(members, compute)
         self.width = sum(p.width for p in self.pieces)
-        self._reduce_dtype = reduce if reduce is not None else self.pieces[0].shard.dtype
+        master = self.pieces[0].shard.dtype
+        self._reduce_dtype = reduce if reduce is not None else master
+        self._sum_dtype = torch.promote_types(self._reduce_dtype, master)
         self.is_whole = self.keeps_whole  # the Parameters hold all rows
-        self._versions = [p.whole._version for p in self.pieces]  # when they last did on all ranks alike
+        self._versions = self.versions()  # when they last did on all ranks alike
         self.grad: Tensor | None = None  # reduced gradients not yet published, flat (S)
+        self._kept: Tensor | None = None  # gradients that wait for the reduction, (N, S and marks)
         self._gathering: Handle[Tensor] | None = None
         self._reducing: Handle[Tensor] | None = None
-        self._summing: list[Handle[Tensor]] = []
+        self._summing: list[tuple[Tensor, Handle[Tensor]]] = []  # parts of `grad`, and what they become
         self._rests = [(rest, list(run)) for rest, run in groupby(self.pieces, lambda p: p.rest) if rest is not None]
 
-    def _wholes(self, members: Sequence[Member]) -> list[Piece]:
-        """Shards are views of their rows of the Parameters: they cost nothing."""
+    def _wholes(self, members: Sequence[Member], compute: torch.dtype | None) -> list[Piece]:
+        """Shards are views of their rows of the Parameters: they cost nothing. Where the whole is to have another
+        dtype, it is another Parameter, and the shards are what is left of the one that was given."""
         pieces, first = [], 0
         for m in members:
             assert m.whole is not None
-            shard = nn.Parameter(rows_of(m.whole, self.group), self.requires_grad)
-            width = self._width(tuple(m.whole.shape))
-            pieces.append(Piece(m.name, m.whole, shard, first, width, m.owners, m.rest))
+            whole, rows = m.whole, rows_of(m.whole, self.group)
+            if compute is not None and compute != whole.dtype:
+                whole, rows = nn.Parameter(whole.detach().to(compute), self.requires_grad), rows.clone()
+            width = self._width(tuple(whole.shape))
+            pieces.append(Piece(m.name, whole, nn.Parameter(rows, self.requires_grad), first, width, m.owners, m.rest))
             first += width
         return pieces
 
@@ -172,7 +187,7 @@ class Unit:
         if not self.keeps_whole:
             self.put(whole=True)
         self.is_whole = True
-        self._versions = [p.whole._version for p in self.pieces]
+        self._versions = self.versions()
 
     def release(self) -> None:
         """Let the whole of what is kept cut go; its shards stand in the modules."""
@@ -203,8 +218,12 @@ class Unit:
         """The name of a parameter, kept whole, that this rank changed and did not gather; None if there is none."""
         if not self.keeps_whole:
             return None
-        pairs = zip(self.pieces, self._versions, strict=True)
-        return next((p.name for p, version in pairs if p.whole._version != version), None)
+        found = zip(self.pieces, self._versions, self.versions(), strict=True)
+        return next((p.name for p, before, now in found if before != now), None)
+
+    def versions(self) -> list[int]:
+        """How often each parameter, or its shard, was written to."""
+        return [p.whole._version + p.shard._version for p in self.pieces]
 
     def _to_send(self) -> Tensor:
         """This rank's row of the gathered (N, S), in the dtype of the whole."""
@@ -223,43 +242,72 @@ class Unit:
 
     # ---- gradients ------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
+    def keep(self) -> list[bool]:
+        """Move the whole gradients to where they wait for the reduction and add up, in its dtype or the shards'.
+        Returns which of them there were."""
+        fresh, given = self._kept is None, []
+        if self._kept is None:
+            shape = self.group.size, self.width + self.marks
+            self._kept = torch.empty(shape, dtype=self._sum_dtype, device=self.group.device)
+        for p in self.pieces:
+            grad, p.whole.grad = p.whole.grad, None
+            column = p.of(self._kept)
+            if fresh:
+                spread(grad, column)
+            elif grad is not None:
+                part = torch.empty_like(column, memory_format=torch.contiguous_format)
+                spread(grad, part)
+                column += part
+            given.append(grad is not None)
+        return given
+
+    def keep_narrow(self) -> None:
+        """A backward is over and its gradients are not to be reduced yet: those narrower than their sum should be are
+        kept, or they would add up in the narrow dtype."""
+        if self.requires_grad and self.pieces[0].whole.dtype != self._sum_dtype:
+            self.keep()
+
     def start_reduce(self, tag: str = "") -> None:
         """Begin the reduce_scatter of the whole gradients, which are let go. One that did not come counts as zeros."""
         grad = self.pieces[0].whole.grad
-        if grad is not None and grad.dtype == self._reduce_dtype and self._is_one_block(grad):
-            chunks = grad
+        if self._kept is None and grad is not None and grad.dtype == self._reduce_dtype and self._is_one_block(grad):
+            chunks, self.pieces[0].whole.grad = grad, None
         else:
-            chunks = torch.empty(self.group.size, self.width, dtype=self._reduce_dtype, device=self.group.device)
-            for p in self.pieces:
-                spread(p.whole.grad, p.of(chunks))
-        for p in self.pieces:
-            p.whole.grad = None
+            chunks = self._take_kept()
         op = "avg" if self._average else "sum"
         self._reducing = self.group.reduce_scatter(chunks.view(-1), op=op, async_op=True, tag=tag)
+
+    def _take_kept(self) -> Tensor:
+        """All gradients so far, as they travel."""
+        self.keep()
+        chunks, self._kept = self._kept, None
+        assert chunks is not None
+        return chunks.to(self._reduce_dtype)
 
     def finish_reduce(self) -> None:
         """Wait for the reduce_scatter under way, if any, and add its result to `grad`."""
         if self._reducing is not None:
             part, self._reducing = self._reducing.wait(), None
-            self.grad = part if self.grad is None else self.grad.add_(part)
+            self.grad = part.to(self._sum_dtype) if self.grad is None else self.grad.add_(part)
 
     def start_sums(self, tag: str = "") -> None:
         """Begin the further sums of `grad`, over each piece's `rest`."""
         assert self.grad is not None
         for rest, run in self._rests:
             part = self.grad[run[0].first : run[-1].first + run[-1].width]
-            self._summing.append(rest.all_reduce(part, async_op=True, tag=tag))
+            self._summing.append((part, rest.all_reduce(part.to(self._reduce_dtype), async_op=True, tag=tag)))
 
     def finish_sums(self) -> None:
         """Wait for them."""
-        for handle in self._summing:
-            handle.wait()
+        for part, handle in self._summing:
+            put_back(handle.wait(), part)
         self._summing.clear()
 
     def forget_gradients(self) -> None:
         """Let go what is not published."""
         self.finish_sums()
-        self.grad = None
+        self.grad = self._kept = None
         for p in self.pieces:
             p.whole.grad = None
 
@@ -270,32 +318,3 @@ class Unit:
                 grad = p.own(self.grad).to(p.shard.dtype)
                 p.shard.grad = grad if p.shard.grad is None else p.shard.grad.add_(grad)
             self.grad = None
-
-
-def spread(whole: Tensor | None, chunks: Tensor) -> None:
-    """Write `whole` into the (N, width) `chunks` in order, and zeros after its end. None counts as zeros."""
-    if whole is None:
-        chunks.zero_()
-        return
-    flat = whole.reshape(-1)
-    full, left = _full_chunks(flat, chunks)
-    chunks[:full].copy_(flat[: flat.numel() - left].view(full, chunks.size(1)))
-    chunks[full:].zero_()
-    if left:
-        chunks[full, :left].copy_(flat[-left:])
-
-
-def collect(chunks: Tensor, whole: Tensor) -> None:
-    """Fill `whole` with (N, width) `chunks` in order; what they hold after its end is padding."""
-    flat = whole.view(-1) if whole.is_contiguous() else torch.empty_like(whole.reshape(-1))
-    full, left = _full_chunks(flat, chunks)
-    flat[: flat.numel() - left].view(full, chunks.size(1)).copy_(chunks[:full])
-    if left:
-        flat[-left:].copy_(chunks[full, :left])
-    if not whole.is_contiguous():
-        whole.copy_(flat.view(whole.shape))
-
-
-def _full_chunks(flat: Tensor, chunks: Tensor) -> tuple[int, int]:
-    """How many chunks `flat` fills, and the numbers that are left for the next."""
-    return divmod(flat.numel(), chunks.size(1)) if chunks.size(1) else (0, 0)

@@ -119,6 +119,9 @@ class Sharder:
         while self._next < len(self._order) and self._order[self._next].done:
             if self.reduce_always or self._last:
                 self._reduce(self._order[self._next])
+            else:
+                for unit in self._order[self._next].units:
+                    unit.keep_narrow()
             self._next += 1
 
     def _end_backward(self) -> None:

@@ -15,6 +15,7 @@ from crosscut.comm.context import Context
 from crosscut.layout.plan import Plan, block_of
 from crosscut.parallel.shard import Member, Unit
 from crosscut.parallel.sharder import Block, Sharder
+from crosscut.parallel.supported import DTYPES
 
 
 class Store:
@@ -28,6 +29,7 @@ class Store:
     def __init__(self, module: nn.Module, plan: Plan, ctx: Context) -> None:
         self._plan = plan
         self._module = module
+        compute, reduce = DTYPES[plan.layout.precision.compute], DTYPES[plan.layout.precision.reduce]
         names: dict[int, list[str]] = {}
         for name, p in module.named_parameters(remove_duplicate=False):
             names.setdefault(id(p), []).append(name)
@@ -48,9 +50,10 @@ class Store:
             key = (block_of(called), param.store_axes, p.dtype, p.requires_grad)
             members.setdefault(key, []).append(member)
         self._units: dict[str, list[Unit]] = {}
-        for (block, axes, _, trains), found in members.items():
+        for (block, axes, dtype, trains), found in members.items():
             found.sort(key=lambda m: m.rest.label if m.rest is not None else "")  # neighbours are summed in one call
-            unit = Unit(found, ctx.group(axes), requires_grad=trains)
+            narrow = compute if dtype.is_floating_point else None
+            unit = Unit(found, ctx.group(axes), compute=narrow, reduce=reduce, requires_grad=trains)
             unit.put(whole=True)
             self._units.setdefault(block, []).append(unit)
         self._places = {p.name: (unit, p) for units in self._units.values() for unit in units for p in unit.pieces}

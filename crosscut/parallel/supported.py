@@ -6,7 +6,7 @@ import torch
 
 from crosscut.layout.layout import Layout
 
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
 
 def refuse_unsupported(layout: Layout) -> None:
@@ -19,12 +19,9 @@ def refuse_unsupported(layout: Layout) -> None:
             )
     if layout.recompute.policy != "none" or layout.recompute.regather:
         raise ValueError(f'recompute policy {layout.recompute.policy!r} cannot be executed yet; use policy = "none"')
-    if layout.precision.compute not in DTYPES or layout.precision.reduce not in DTYPES:
-        raise ValueError(
-            f"precision compute={layout.precision.compute!r} cannot be executed yet; use one of {', '.join(DTYPES)}"
-        )
-    if layout.precision.reduce != layout.precision.compute:
-        raise ValueError(
-            f"precision reduce={layout.precision.reduce!r} beside compute={layout.precision.compute!r} cannot be "
-            f"executed yet; use the same for both"
-        )
+    for key, dtype in (("compute", layout.precision.compute), ("reduce", layout.precision.reduce)):
+        if dtype not in DTYPES:  # fp16
+            raise ValueError(
+                f"precision {key}={dtype!r} cannot be executed yet: small gradients vanish in it, and the loss is not "
+                f"scaled; use bf16"
+            )

@@ -8,7 +8,8 @@ narrower weights. (Column/row pairs: Shoeybi et al. 2019, "Megatron-LM"; sequenc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from crosscut.comm import pairs
 from crosscut.comm.context import Context
 from crosscut.comm.group import Group
 from crosscut.layout.plan import Action, ParamPlan, Plan, Ranges, Site
+from crosscut.parallel.contract import ContractMode
 
 
 def take_slice(whole: Tensor, plan: ParamPlan, ranges: Ranges) -> Tensor:
@@ -49,18 +51,55 @@ def apply_action(x: Tensor, action: Action, ctx: Context, tag: str, back_tag: st
     return pairs.slice_own(x, group, action.dim)
 
 
-def install_boundaries(
-    plan: Plan, ctx: Context, modules: dict[str, nn.Module], settle: Callable[[Tensor], None]
-) -> None:
-    """Give every boundary module of this rank's stage its entry and exit.
+class Boundaries:
+    """The boundaries of this rank's stage, with their hooks, and the watch over the first forward through them.
 
-    modules: name in the whole model -> the module held here; a boundary that is not among them lives on another stage.
-    settle(x): called with each value that an exit made whole.
+    module holds the stage's modules under their names in the whole model, with the parameters that it computes with; a
+    boundary that is not among them lives on another stage. A vocab-cut Embedding gets its masked look-up.
     """
-    for site in plan.sites:
-        boundary = modules.get(site.module)
-        if boundary is not None and site.stage == ctx.coords["pp"]:
-            _install(boundary, site, ctx, modules, settle)
+
+    def __init__(self, module: nn.Module, plan: Plan, ctx: Context) -> None:
+        modules = {name: m for name, m in module.named_modules(remove_duplicate=False) if name}
+        self._columns: dict[int, str] = {}
+        self._rows: dict[int, str] = {}
+        axes: set[str] = set()
+        for name, param in plan.params.items():
+            owner = modules.get(name.rpartition(".")[0])
+            if owner is None or not name.endswith("weight") or not isinstance(owner, (nn.Linear, nn.Embedding)):
+                continue
+            if param.axis_cuts[0] and isinstance(owner, nn.Embedding):
+                cut_embedding(owner, ctx.group(param.axis_cuts[0]))
+            elif isinstance(owner, nn.Linear):
+                for dim, found in enumerate((self._columns, self._rows)):
+                    if param.axis_cuts[dim]:
+                        found[id(owner.weight)] = name
+                        axes.update(param.axis_cuts[dim])
+        self._label = plan.layout.mesh.label(tuple(axes))
+        self._mode: ContractMode | None = None  # while a forward is watched
+        self._watched = not (self._columns or self._rows)  # nothing is cut that could be misused
+        for site in plan.sites:
+            boundary = modules.get(site.module)
+            if boundary is not None and site.stage == ctx.coords["pp"]:
+                _install(boundary, site, ctx, modules, self._settle)
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Around a forward: the first one with cut Linears is held to the contract, the rest run free."""
+        if self._watched:
+            yield
+            return
+        self._watched = True
+        self._mode = ContractMode(self._columns, self._rows, self._label)
+        try:
+            with self._mode:
+                yield
+        finally:
+            self._mode = None
+
+    def _settle(self, x: Tensor) -> None:
+        """An exit has made x whole."""
+        if self._mode is not None:
+            self._mode.settle(x)
 
 
 def _install(

@@ -10,7 +10,9 @@ from torch import nn
 from crosscut.comm.context import Context
 from crosscut.comm.group import Group
 from crosscut.layout.plan import Plan
+from crosscut.parallel.data import sum_over
 from crosscut.parallel.store import Store
+from crosscut.parallel.supported import DTYPES
 
 
 class TiedEnds:
@@ -40,4 +42,4 @@ class TiedEnds:
                 held.grad = torch.zeros_like(held)
             grad = store.reduced(name) if name in store.shards else held.grad
             assert grad is not None
-            self._groups[tied.stages].all_reduce(grad, tag=tied.tag)
+            sum_over(self._groups[tied.stages], grad, DTYPES[self._plan.layout.precision.reduce], tied.tag)

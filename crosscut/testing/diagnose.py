@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from crosscut.testing.factors import Case, Finding, Ranges, factor_finding, listed, proportion
+from crosscut.testing.factors import Case, Finding, Ranges, factor_finding, listed, proportion, widened
 from crosscut.testing.places import box_of_mask, by_place, describe_box, ranks_differ
 
 
@@ -63,7 +63,7 @@ def weights(parts: Mapping[str, Tensor], run: Tensor, tol: float) -> dict[str, f
 
 def describe_weights(found: Mapping[str, float], tokens: Mapping[str, int], tol: float) -> str:
     """What weights of summands, each of which should be 1, say. tokens: how many each summand stands for."""
-    near = max(1e-6, 1e3 * tol)
+    near = widened(tol, 1e3)
     means = [found[name] * tokens.get(name, 0) for name in found]
     if len({tokens.get(name) for name in found}) > 1 and means[0] and max(means) - min(means) <= near * means[0]:
         return f"is a mean of means: {_unequal({n: tokens[n] for n in found})}, and each counts the same"
@@ -82,7 +82,7 @@ def describe_weights(found: Mapping[str, float], tokens: Mapping[str, int], tol:
 
 
 def _stale(found: Mapping[str, float], tol: float) -> str:
-    near = max(1e-6, 1e3 * tol)
+    near = widened(tol, 1e3)
     now, before = found.get("now", 0.0), found.get("before", 0.0)
     if abs(now) <= near and abs(before - 1) <= near:
         return "is that of the step before: a stale value"
@@ -99,7 +99,8 @@ Squares = Mapping[int, Mapping[str, tuple[Ranges, float]]]  # rank -> gradient -
 
 def explain_loss(run: float, ref: float, shares: Mapping[str, tuple[float, int]], case: Case) -> Finding:
     """Why a loss is wrong. shares: name of a part of the batch -> (its mean loss, its tokens)."""
-    near = max(1e-9, 10 * case.tol) * abs(ref)
+    # What explains a wrong number is nearer to it than the right one is, however noisy both are.
+    near = min(widened(case.tol, 10, 1e-9) * abs(ref), abs(run - ref) / 4)
     tokens = {name: count for name, (_, count) in shares.items()}
     total = sum(tokens.values())
     if len(shares) > 1 and total:
@@ -127,7 +128,7 @@ def explain_norm(case: Case, held: Squares) -> Finding:
     Tried are the norms that wrong sums would give: one rank's alone, everything once a rank, an axis left out or
     counted again, one gradient left out or counted twice.
     """
-    run, ref, near = float(case.run), float(case.ref), max(1e-9, 10 * case.tol)
+    run, ref, near = float(case.run), float(case.ref), widened(case.tol, 10, 1e-9)
     own = {rank: sum(square for _, square in squares.values()) for rank, squares in held.items()}
     if case.values:
         if all(abs(float(x) ** 2 - own.get(rank, 0.0)) <= near * float(x) ** 2 for rank, x in case.values.items()):
@@ -149,7 +150,8 @@ def explain_norm(case: Case, held: Squares) -> Finding:
     guesses += [(f"counts {name} {n} times", total + (n - 1) * names[name])
                 for n in sorted({2, *case.sizes.values()} - {1}) for name in names]  # fmt: skip
     for text, square in guesses:
-        if abs(square - total) > near * total and abs(run * run - square) <= near * max(square, 1e-300):
+        off = min(near * max(square, 1e-300), abs(run * run - total) / 4)
+        if abs(square - total) > near * total and abs(run * run - square) <= off:
             return Finding(text)
     return factor_finding(run / ref, case) if ref else Finding("should be zero")
 

@@ -14,6 +14,7 @@ from torch import Tensor
 Ranges = tuple[tuple[tuple[int, int], ...], ...]  # per tensor dim the [start, stop) held, in order
 MICRO = "micro_batches"
 RANKS = "ranks"  # the size of a world that has no named axes
+MOST = 0.05  # however noisy a run is, numbers further apart are not the same number
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ class Case:
     tol: float = 1e-9
 
 
+def widened(tol: float, times: float, least: float = 1e-6) -> float:
+    """`times` as much as the tolerance of a tensor: for numbers made of it."""
+    return min(max(least, times * tol), MOST)
+
+
 def proportion(run: Tensor, ref: Tensor, tol: float) -> float | None:
     """c with run = c * ref on every element to `tol` of its norm; None where there is no such number."""
     square = float((ref * ref).sum())
@@ -81,7 +87,7 @@ def name_factor(value: float, sizes: Mapping[str, int], prefer: Iterable[str] = 
 
 def factor_finding(value: float, case: Case) -> Finding:
     """The sentence for a tensor (or a number) that is `value` times what it should be."""
-    tol = max(1e-6, 10 * case.tol)
+    tol = widened(case.tol, 10)
     every = "" if case.run.ndim == 0 else " on every element"
     shown = f"{round(value, 6):.8g}" if abs(value) >= 1e-3 else f"{value:.6g}"
     said = f"is {shown} x the reference{every}"

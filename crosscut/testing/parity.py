@@ -45,14 +45,23 @@ GlobalBatch = tuple[Tensor, Tensor | None]
 
 
 class OneDevice:
-    """The reference: one plain module, whole batches, SGD. `step` runs forward, backward and the update."""
+    """The reference: one plain module, whole batches, SGD. `step` runs forward, backward and the update.
+
+    A `dtype` narrower than fp32 is that of the module alone. `params`, which the optimizer works on and whose gradients
+    add up, and what the loss is made of are fp32 then, as under a layout (Micikevicius et al. 2018, arXiv:1710.03740).
+    """
 
     def __init__(
         self, build: Builder, loss_fn: LossFn, *, lr: float = 0.1, max_norm: float | None = None, seed: int = 0,
         dtype: torch.dtype = torch.float64,
     ) -> None:  # fmt: skip
-        self.module = whole_module(build, seed).to(dtype)
-        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=lr)
+        self.wide = torch.promote_types(dtype, torch.float32)
+        self.module = whole_module(build, seed).to(self.wide)
+        self.params = dict(self.module.named_parameters())
+        if dtype != self.wide:
+            self.params = {n: nn.Parameter(p.detach().clone(), p.requires_grad) for n, p in self.params.items()}
+            self.module.to(dtype)
+        self.optimizer = torch.optim.SGD(self.params.values(), lr=lr)
         self.loss_fn, self.max_norm, self.dtype = loss_fn, max_norm, dtype
         self.trace = Trace()
 
@@ -66,31 +75,41 @@ class OneDevice:
         inputs, labels = self.cast(batch)
         self.optimizer.zero_grad()
         if not rows:
-            loss = self.loss_fn(self.module(inputs), labels)
-            loss.backward()
-            return float(loss.detach())
+            return self._add(inputs, labels, 1.0)
         total = num_terms(labels)
         added = 0.0
         for piece in rows:
             count = num_terms(labels[piece])
             if count:
-                loss = self.loss_fn(self.module(inputs[piece]), labels[piece]) * (count / total)
-                loss.backward()
-                added += float(loss.detach())
+                added += self._add(inputs[piece], labels[piece], count / total)
         return added
+
+    def _add(self, inputs: Tensor, labels: Tensor, weight: float) -> float:
+        """Add the gradients of `weight` times the mean loss of a piece; returns that product."""
+        output = self.module(inputs)
+        loss = self.loss_fn(output if self.dtype == self.wide else output.to(self.wide), labels) * weight
+        loss.backward()
+        for p, used in zip(self.params.values(), self.module.parameters(), strict=True):
+            if p is not used and used.grad is not None:
+                p.grad = used.grad.to(self.wide) if p.grad is None else p.grad + used.grad
+                used.grad = None
+        return float(loss.detach())
 
     def grads(self) -> dict[str, Tensor]:
         """A copy of every gradient; zeros where there is none."""
-        return {name: _grad(p).clone() for name, p in self.module.named_parameters()}
+        return {name: _grad(p).clone() for name, p in self.params.items()}
 
     def step(self, batch: GlobalBatch, rows: Sequence[Tensor] = ()) -> None:
         """One step, recorded in `trace`."""
         self.trace.losses.append(self.backward(batch, rows))
         self.trace.grads.append(self.grads())
         limit = self.max_norm if self.max_norm is not None else float("inf")
-        self.trace.norms.append(float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), limit)))
+        self.trace.norms.append(float(torch.nn.utils.clip_grad_norm_(self.params.values(), limit)))
         self.optimizer.step()
-        self.trace.params = {name: p.detach().clone() for name, p in self.module.named_parameters()}
+        self.trace.params = {name: p.detach().clone() for name, p in self.params.items()}
+        with torch.no_grad():
+            for p, used in zip(self.params.values(), self.module.parameters(), strict=True):
+                used.copy_(p)
 
 
 def single_device(build: Builder, batches: Sequence[GlobalBatch], loss_fn: LossFn, **options: Any) -> Trace:
@@ -268,7 +287,7 @@ def assert_parity(
     """Raise AssertionError, saying what is wrong, unless `layout` computes the steps of one device.
 
     batch: one global batch (inputs, labels or None), used `steps` times, or a sequence of them, one a step. dtype:
-    "fp64", or "fp32" (compared to fp64 by the noise of correct runs). options: lr, max_norm, seed, backend,
+    "fp64", or "fp32" or "bf16" (compared to fp64 by the noise of correct runs). options: lr, max_norm, seed, backend,
     bucket_bytes. Returns what each rank reported. Raises ValueError (LayoutError) for a layout that does not fit.
     """
     if isinstance(batch, tuple) and isinstance(batch[0], Tensor):

@@ -61,7 +61,7 @@ def check(config: Config, start: run_folder.Start, *, launched: bool = False, ch
     every = config.run.save_every
     num_checkpoints = (config.train.steps // every if every else 0) + (not every or config.train.steps % every > 0)
     numbers = sum(math.prod(p.shape) for p in plan.params.values() if p.tied_to is None)
-    checkpoint_bytes = numbers * DTYPES[config.layout.precision.compute] * (1 + states(config))
+    checkpoint_bytes = numbers * DTYPES[config.layout.precision.master] * (1 + states(config))
     place = next(path for path in (start.folder, *start.folder.resolve().parents) if path.exists())
     free = shutil.disk_usage(place).free
     if free < checkpoint_bytes * num_checkpoints:
@@ -80,9 +80,10 @@ def states(config: Config) -> int:
 
 
 def state_bytes(found: Preflight, pp: int) -> dict[str, int]:
-    """Bytes that the fullest rank at pp coordinate `pp` keeps from step to step, by kind."""
+    """Bytes that the fullest rank at pp coordinate `pp` keeps from step to step, by kind. In mixed precision the
+    parameters are those that the optimizer works on and, where whole ones are kept, the narrow ones beside them."""
     layout = found.config.layout
-    width = DTYPES[layout.precision.compute]
+    width, narrow = DTYPES[layout.precision.master], DTYPES[layout.precision.compute]
     held = [p for p in found.plan.params.values() if _on(p, pp, layout.mesh.size("pp"))]
     names = {p.name for p in held}
     held = [p for p in held if p.tied_to not in names]  # one tensor under two names
@@ -92,8 +93,13 @@ def state_bytes(found: Preflight, pp: int) -> dict[str, int]:
         rows, *rest = param.local_shape or (1,)
         return -(-rows // share) * math.prod(rest)
 
+    if narrow == width:
+        parameters = sum(kept(p, p.store_parameters) for p in held) * width
+    else:
+        parameters = sum(kept(p, p.store_axes) for p in held) * width
+        parameters += sum(kept(p, ()) for p in held if not p.store_parameters) * narrow
     return {
-        "parameters": sum(kept(p, p.store_parameters) for p in held) * width,
+        "parameters": parameters,
         "gradients": sum(kept(p, p.store_gradients) for p in held) * width,
         "optimizer": sum(kept(p, p.store_optimizer) for p in held) * width * states(found.config),
     }

@@ -342,7 +342,7 @@ def foreign_ids_are_looked_up(patch: Patch) -> None:
         start, rows = group.rank * embedding.weight.size(0), embedding.weight.size(0)
         embedding.forward = lambda ids: torch.nn.functional.embedding((ids - start) % rows, embedding.weight)
 
-    patch.setattr(engine, "cut_embedding", cut_embedding)
+    patch.setattr(tensor, "cut_embedding", cut_embedding)
 
 
 @bug("tp", "tp=2")
@@ -487,7 +487,7 @@ def a_shard_keeps_only_the_last_micro_batch(patch: Patch) -> None:
 def updated_parameters_are_not_gathered(patch: Patch) -> None:
     def regather(self: Any, tag: str = "") -> None:
         for unit in self.units:
-            unit._versions = [p.whole._version for p in unit.pieces]
+            unit._versions = unit.versions()
 
     patch.setattr(sharder.Sharder, "regather", regather)
 

@@ -51,7 +51,8 @@ def test_the_full_matrix_holds_every_mesh() -> None:
     "words",
     [("--mesh", "dp=3"), ("--mesh", "tp=3", "--sp"), ("--mesh", "pp=2,dp=2", "--micro-batches", "3", "--zero", "1"),
      ("--model", "mlp", "--mesh", "dp=2,tp=2"), ("--mesh", "dp=2", "--model.layers", "3", "--zero", "3"),
-     ("--mesh", "dp=2", "--dtype", "fp32", "--steps", "3")],
+     ("--mesh", "dp=2", "--dtype", "fp32", "--steps", "3"), ("--mesh", "dp=2,tp=2", "--dtype", "bf16"),
+     ("--mesh", "dp=2", "--dtype", "bf16", "--precision.reduce", "bf16")],
 )  # fmt: skip
 def test_one_layout(capsys, words):  # type: ignore[no-untyped-def]
     body = body_of(capsys, *words)
@@ -105,7 +106,8 @@ def test_a_wrong_layout_exits_1_and_says_why(capsys, monkeypatch):  # type: igno
 @pytest.mark.parametrize(
     "words, says",
     [
-        (("--mesh", "dp=2", "--dtype", "bf16"), "bf16"),
+        (("--mesh", "dp=2", "--dtype", "bf16", "--precision.reduce", "fp16"), "precision reduce='fp16' cannot be"),
+        (("--mesh", "dp=2", "--precision.reduce", "bf16"), 'loses what compute = "fp64" keeps'),
         (("--mesh", "cp=2"), "cp=2 cannot be"),
         (("--mesh", "dp=2", "--steps", "0"), "--steps 0: at least one"),
         (("--mesh", "dp=2", "--seed", str(2**63)), f"--seed {2**63}: must be below 2^62"),
@@ -122,8 +124,6 @@ def test_a_wrong_layout_exits_1_and_says_why(capsys, monkeypatch):  # type: igno
 )
 def test_bad_usage(capsys, monkeypatch, words, says):  # type: ignore[no-untyped-def]
     monkeypatch.chdir(EXAMPLE.parents[1])
-    if "bf16" in words and "bf16" in matrix.DTYPES:
-        pytest.fail("bf16 is executed now: compare it, and take this case out")
     if words == ("--mesh", "cp=2") and not matrix.refusal(matrix.Cell("cp=2", (), "transformer", 0)):
         pytest.fail("cp is executed now: take this case out")
     assert main(["parity", *words]) == 2

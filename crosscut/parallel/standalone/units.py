@@ -8,12 +8,13 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from crosscut.comm.group import Group
+from crosscut.parallel.chunks import collect
 from crosscut.parallel.elementwise import require_elementwise
-from crosscut.parallel.shard import Member, Owner, Unit, collect, rows_of, spread
+from crosscut.parallel.shard import Member, Owner, Unit, rows_of
 from crosscut.parallel.standalone.ranks import own, owner
 
 SHARDED, REPLACED = "fully_shard", "fully_shard (the whole of before)"
@@ -30,8 +31,8 @@ class AverageUnit(Unit):
         assert rows is not None
         reduce = torch.promote_types(rows.dtype, torch.float32)
         super().__init__(members, group, compute=compute, reduce=reduce, average=True, requires_grad=trained)
-        self._kept: Tensor | None = None  # gradients that wait, a row for each rank
-        self._given = [False] * len(self.pieces)  # which of them have one
+        self.marks = len(self.pieces)
+        self._given = [False] * self.marks  # which of the gradients that wait have come
         self._arrived: Callable[[int], None] = lambda index: None
         self._hooked: set[int] = set()
         for p in self.pieces:
@@ -62,30 +63,16 @@ class AverageUnit(Unit):
                     f"load with crosscut.load_full_state_dict"
                 )
 
-    @torch.no_grad()
-    def keep(self) -> None:
+    def keep(self) -> list[bool]:
         """Move the gradients that have come to where they wait, and add up, for the next reduction."""
-        fresh = self._kept is None
-        if self._kept is None:
-            shape = self.group.size, self.width + len(self.pieces)
-            self._kept = self._flat.new_empty(shape, dtype=self._reduce_dtype)
-        for i, p in enumerate(self.pieces):
-            grad, p.whole.grad = p.whole.grad, None
-            column = p.of(self._kept)
-            if fresh:
-                spread(grad, column)
-            elif grad is not None:
-                part = torch.empty_like(column, memory_format=torch.contiguous_format)
-                spread(grad, part)
-                column += part
-            self._given[i] |= grad is not None
+        given = super().keep()
+        self._given = [before or now for before, now in zip(self._given, given, strict=True)]
+        return given
 
     @torch.no_grad()
     def start_reduce(self, tag: str = "") -> None:
         """Begin to average the gradients that have come or wait, which are let go."""
-        self.keep()
-        rows, self._kept = self._kept, None
-        assert rows is not None
+        rows = self._take_kept()
         rows[:, self.width :] = torch.tensor(self._given, device=rows.device)
         self._reducing = self.group.reduce_scatter(rows.view(-1), op="avg", async_op=True, tag=tag)
 
