@@ -15,7 +15,7 @@ from crosscut.watch.case import Case
 from crosscut.watch.facts import Facts, Verdict
 from crosscut.watch.lanes import text
 from crosscut.watch.ring import FINISHED, RUNNING
-from crosscut.watch.stragglers import find_straggler
+from crosscut.watch.stragglers import exposed_waits, find_straggler, waits_table
 from crosscut.watch.waiting import NOT_STARTED, waiting
 
 _ADVICE = {
@@ -44,6 +44,10 @@ def autopsy(facts: Mapping[int, Facts], world_size: int, *, alive: bool = False)
     case = Case(facts, world_size)
     found = _divergence(case) or _crash(case) or waiting(case) or _never_came(case) or _desync(case)
     found = found or find_straggler(case.rings) or _nothing(case)
+    if found.verdict in ("straggler", "none"):  # a hang would be all waiting
+        waits = exposed_waits(case.rings)
+        found.evidence += waits_table(waits)
+        found.rows = [{"rank": rank, "axis": axis, "wait_s": s} for (rank, axis), s in sorted(waits.items())]
     found.alive = alive
     found.advice = found.advice or _ADVICE.get(found.verdict, "")
     return found

@@ -90,6 +90,7 @@ class Verdict:
     evidence: list[str] = field(default_factory=list)
     advice: str = ""
     alive: bool = False  # of a run that still goes on
+    rows: list[dict[str, Any]] = field(default_factory=list)  # exposed waits, where nothing is broken
 
     def as_json(self) -> dict[str, Any]:
         """The object without `schema` and `version`."""

@@ -8,7 +8,7 @@ the ring is that of the host, aligned to rank 0's by `RingWriter.align`.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from statistics import median
 
@@ -20,6 +20,7 @@ from crosscut.watch.reading import Record, Ring
 SLOWER = 0.15  # than its peers: a rank that needs 25% more stands out, the noise of a busy machine does not
 LEAST_S, OFTEN = 3e-3, 0.75  # by this much a step, and in this share of the steps
 MIN_STEPS, MIN_MESSAGES = 10, 20
+Anchor = tuple[str, str, str, str]  # op, label, tag, site
 
 
 def find_straggler(rings: Mapping[int, Ring]) -> Verdict | None:
@@ -28,36 +29,78 @@ def find_straggler(rings: Mapping[int, Ring]) -> Verdict | None:
 
 
 def exposed_waits(rings: Mapping[int, Ring]) -> dict[tuple[int, str], float]:
-    """Seconds that each rank has waited in collectives for later ranks: `{(rank, axis): seconds}`."""
+    """Seconds that each rank has waited in its calls for others to come to them: `{(rank, axis): seconds}`.
+
+    Of the calls that the rings still hold; those of the first step are left out where there are more, since there
+    everybody compiles and meets.
+    """
     out: dict[tuple[int, str], float] = defaultdict(float)
-    for by_seq in Calls.of(rings).collectives.values():
+    steps = {record.step for ring in rings.values() for record in ring.records}
+    first = min(steps) if len(steps) > 2 else -1
+    calls = Calls.of(rings)
+    for by_seq in calls.collectives.values():
         for here in by_seq.values():
-            lane = next(iter(here.values())).lane
-            if lane.label != INIT and len(here) == len(lane.ranks) and all(r.completed for r in here.values()):
-                last = max(record.entered for record in here.values())
-                for rank, record in here.items():
-                    out[rank, lane.label] += max(0, min(last, record.completed) - record.entered) / 1e9
+            record = next(iter(here.values()))
+            if record.lane.label != INIT and record.step != first and len(here) == len(record.lane.ranks):
+                _add_waits(out, list(here.values()), max(record.entered for record in here.values()))
+    for messages in calls.messages.values():
+        for both in messages.values():
+            if len(both) == 2 and both["send"].step != first:
+                _add_waits(out, [both["recv"]], both["send"].entered)
     return dict(out)
 
 
-def outside_by_step(ring: Ring) -> dict[int, float]:
-    """Seconds outside any call, by step: from the end of what came before to the beginning of a call."""
+def _add_waits(out: dict[tuple[int, str], float], records: list[Record], last: int) -> None:
+    for record in records:
+        began = record.waiting or record.entered  # an async call costs nothing until it is waited for
+        waited = max(0, min(last, record.completed) - began) if record.completed else 0
+        out[record.own_rank, record.lane.label] += waited / 1e9
+
+
+def waits_table(waits: Mapping[tuple[int, str], float]) -> list[str]:
+    """Exposed waits for a reader: a line a rank, a column an axis, the longest eight ranks."""
+    axes = sorted({axis for _, axis in waits})
+    ranks = sorted({rank for rank, _ in waits}, key=lambda rank: -sum(waits.get((rank, axis), 0.0) for axis in axes))
+    return [
+        f"rank {rank} waited for others: "
+        + ", ".join(f"{waits[rank, axis]:.3f} s over {axis}" for axis in axes if (rank, axis) in waits)
+        for rank in sorted(ranks[:8])
+    ]
+
+
+def outside_by_step(ring: Ring, anchor: Anchor | None = None) -> dict[int, float]:
+    """Seconds outside any call, by step: from the end of what came before to the beginning of a call. anchor: a call
+    that is made once a step, where the program counts no steps itself.
+    """
     out: dict[int, float] = defaultdict(float)
-    end = 0
+    end = step = 0
     for record in ring.records:
+        step = record.step if anchor is None else record.call.seq if _place(record) == anchor else step
         if end:
-            out[record.step] += max(0, record.entered - end) / 1e9
+            out[step] += max(0, record.entered - end) / 1e9
         end = max(end, record.completed or record.entered)
     ends = (min(out, default=0), max(out, default=0))  # the ring begins and ends in the middle of a step
     return {step: seconds for step, seconds in out.items() if step not in ends}
 
 
+def _anchor(ring: Ring) -> Anchor | None:
+    """What tells steps apart in a loop without a torch optimizer: of the calls made again and again, the rarest."""
+    if any(record.step for record in ring.records):
+        return None
+    counts = Counter(_place(record) for record in ring.records if record.call.peer is None)
+    return min((one for one in counts if counts[one] > MIN_STEPS), key=lambda one: (counts[one], one), default=None)
+
+
+def _place(record: Record) -> Anchor:
+    return record.call.op, record.call.label, record.call.tag, record.call.site
+
+
 def _slow_rank(rings: Mapping[int, Ring]) -> Verdict | None:
-    outside = {rank: outside_by_step(ring) for rank, ring in rings.items()}
-    programs: dict[frozenset[tuple[str, ...]], list[int]] = defaultdict(list)
+    outside = {rank: outside_by_step(ring, _anchor(ring)) for rank, ring in rings.items()}
+    programs: dict[frozenset[Anchor], list[int]] = defaultdict(list)
     for rank, ring in rings.items():
         if len(outside[rank]) >= MIN_STEPS:
-            programs[frozenset((r.call.op, r.call.label, r.call.tag, r.call.site) for r in ring.records)].append(rank)
+            programs[frozenset(map(_place, ring.records))].append(rank)
     found = []
     for ranks in programs.values():
         for rank in ranks:
@@ -73,13 +116,11 @@ def _slow_rank(rings: Mapping[int, Ring]) -> Verdict | None:
     if not found:
         return None
     slower, rank, others, own, usual = max(found)
-    waits = exposed_waits(rings)
-    by_rank = [f"rank {r} waited {seconds:.3f} s over {axis}" for (r, axis), seconds in sorted(waits.items())]
     sentence = (
         f"rank {rank} is {slower:.0%} slower than its peers: it spends {own * 1e3:.1f} ms a step outside its calls, "
         f"{ranks_text(tuple(others))} at most {usual * 1e3:.1f} ms"
     )
-    return Verdict("straggler", sentence, [rank], evidence=by_rank[:16])
+    return Verdict("straggler", sentence, [rank])
 
 
 def _slow_link(rings: Mapping[int, Ring]) -> Verdict | None:
