@@ -2,13 +2,17 @@
 
 import ctypes
 import os
+import random
 import re
 import signal
 import time
 
 import torch
 
+EVERY = -1  # a mistake that all ranks make
 PROCESS = ("raise", "exit", "kill", "stop", "segv", "sleep", "loop", "gil", "oom", "disk", "nan", "return")
+RANDOM = ("seed", "draw")  # the ranks' random numbers come apart
+STEPLESS = ("", "slow", "uniform", "port")
 
 
 class Inject:
@@ -16,21 +20,27 @@ class Inject:
 
     def __init__(self, fault, rank, bad_rank, step):
         self.fault, self.rank, self.bad_rank, self.step = fault, rank, bad_rank, step
-        self.happened = False
 
     def __call__(self, step):
         """The fault, if this is its rank and step."""
-        if self.fault in ("", "seeds", "slow", "uniform") or (self.rank, step) != (self.bad_rank, self.step):
+        if self.fault in STEPLESS or self.bad_rank not in (self.rank, EVERY) or step != self.step:
             return ""
-        self.happened = True
-        if self.fault not in PROCESS:
-            return self.fault
-        getattr(self, f"_{self.fault}")()
-        raise AssertionError(f"{self.fault} did nothing")
+        self.happens()
+        if self.fault in PROCESS:
+            getattr(self, f"_{self.fault}")()
+            raise AssertionError(f"{self.fault} did nothing")
+        if self.fault == "seed":
+            random.seed(4)
+        elif self.fault == "draw":
+            random.random()
+        return self.fault
 
-    def has(self, name):
-        """Whether the fault is one that has no step."""
-        return self.fault == name
+    def happens(self):
+        """Called when the fault happens."""
+
+    def has(self, *names):
+        """Whether the fault, on whichever rank and step, is one of these."""
+        return self.fault in names
 
     def slow(self):
         """How many times longer this rank computes."""

@@ -1,4 +1,4 @@
-"""The programs that faults are injected into: stock ones (DDP, FSDP2, by hand) and crosscut runs. Each is one rank.
+"""The stock programs that faults are injected into: DDP, FSDP2, DTensor, pipelining, by hand. Each is one rank.
 
 A program asks `inject(step)` once a step. Faults of a process happen there; faults of communication are returned by
 name, and the program makes the wrong call.
@@ -9,6 +9,10 @@ import time
 
 import torch
 import torch.distributed as dist
+
+from crosscut.watch import section
+
+from .inject import RANDOM
 
 STEPS = 8
 
@@ -39,9 +43,12 @@ def ddp(inject, folder):
         fault = inject(step)
         if fault == "batches":
             break
+        if fault == "empty":  # nothing to learn from in this batch, so on to the next one
+            continue
         loss = model(torch.randn(4, 8), both=fault != "unused").square().sum()
         loss.backward()
-        optimizer.step()
+        if fault != "no step":
+            optimizer.step()
         optimizer.zero_grad()
         total = loss.detach().clone()
         if fault == "op":
@@ -80,6 +87,9 @@ def hand(inject, folder):
         fault = inject(step)
         if fault == "batches":
             break
+        if fault == "section":
+            with section("evaluation", 60):
+                time.sleep(3)
         x = torch.arange(6.0) + rank
         if fault != "skip":
             dist.broadcast(torch.ones(3), src=1 if fault == "root" else 0)
@@ -102,9 +112,10 @@ def hand(inject, folder):
         if fault == "splits":
             rows[0], rows[1] = 1, 3
         dist.all_to_all_single(torch.empty(2 * size), torch.ones(2 * size), [2] * size, rows)
-        if fault == "seed" or (step > 2 and inject.has("seeds") and random.random() < 0.5):
+        if inject.has(*RANDOM) and random.random() < 0.5:
             dist.barrier()
-        optimizer.step()
+        if fault != "no step":  # an overflow that only this rank has seen
+            optimizer.step()
         save(step, folder)
     dist.barrier()
 
@@ -153,10 +164,85 @@ def groups(inject, folder):
             dist.all_reduce(torch.ones(1))
         if fault != "skip":
             dist.all_reduce(torch.ones(4), group=tp)
+        dist.broadcast(torch.ones(2), 0 if fault == "source" else 2 * (rank // 2), group=tp)  # it counts in the world
         dist.all_reduce(torch.ones(8), group=tp if fault == "group" else dp)
         if fault != "norm first":
             dist.all_reduce(torch.ones(1))
         optimizer.step()
+        save(step, folder)
+    dist.barrier()
+
+
+def many(inject, folder):
+    """Twenty groups that overlap, made and left without being destroyed."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    made = [(pair, dist.new_group(pair)) for pair in ([k % size, (k + 1) % size] for k in range(20))]
+    for step in range(STEPS):
+        inject(step)
+        for pair, group in made:
+            if rank in pair:
+                dist.all_reduce(torch.ones(2), group=group)
+
+
+def ring(inject, folder):
+    """Each rank passes something large on to the next one."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x, out = torch.ones(1 << 20), torch.empty(1 << 20)
+    for step in range(STEPS):
+        if inject(step) == "blocking":
+            dist.send(x, (rank + 1) % size)
+            dist.recv(out, (rank - 1) % size)
+        else:
+            sent = dist.isend(x, (rank + 1) % size)
+            dist.recv(out, (rank - 1) % size)
+            sent.wait()
+    dist.barrier()
+
+
+def tensor(inject, folder):
+    """Tensor parallelism by DTensor."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        fault = inject(step)
+        if fault == "batches":
+            break
+        x = torch.randn(3 if fault == "shape" else 4, 8, requires_grad=True)
+        if fault == "branch":  # an evaluation on this rank alone
+            model(x)
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        save(step, folder)
+    dist.barrier()
+
+
+def pipeline(inject, folder):
+    """torch.distributed.pipelining, a stage a rank."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    module = torch.nn.Linear(8, 8)
+    stage = PipelineStage(module, rank, size, torch.device("cpu"))
+    schedule, fewer = (Schedule1F1B(stage, n, loss_fn=torch.nn.functional.mse_loss) for n in (4, 3))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(STEPS):
+        fault = inject(step)
+        if fault == "batches":
+            break
+        rows = torch.randn(8, 8) if fault != "micro" else torch.randn(6, 8)
+        run = (schedule if fault != "micro" else fewer).step
+        if rank == 0:
+            run(rows)
+        else:
+            run(target=rows) if rank == size - 1 else run()
+        optimizer.step()
+        optimizer.zero_grad()
         save(step, folder)
     dist.barrier()
 
@@ -173,7 +259,7 @@ def timed(inject, folder):
     dist.barrier()
 
 
-class _Slow:
+class Slow:
     """A network that takes 10 ms for a message, or `factor` times that."""
 
     def __init__(self, inner, factor):
@@ -190,49 +276,17 @@ class _Slow:
 def links(inject, folder):
     """A chain of ranks that pass messages on; what is slow is one link."""
     rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    world.inner = _Slow(world.inner, 1.5 if inject.slow() > 1 else 1.0)
+    network = Slow(
+        getattr(world, "inner", dist), 1.5 if inject.slow() > 1 else 1.0
+    )  # below the recorder, if there is one
+    send = network.send
+    if hasattr(world, "inner"):
+        world.inner, send = network, dist.send
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
     for _ in range(24):
         if rank:
             dist.recv(torch.empty(64), rank - 1)
         if rank < size - 1:
-            dist.send(torch.ones(64), rank + 1)
+            send(torch.ones(64), rank + 1)
         optimizer.step()
         dist.barrier()
-
-
-def crosscut_run(mesh, backend="shm", zero=0):
-    """A crosscut program: a deep MLP under a layout, in a loop of its own."""
-
-    def run(inject, folder):
-        import crosscut
-
-        crosscut.spawn(_engine, mesh, zero, inject, folder, backend=backend)
-
-    return run
-
-
-def _engine(ctx, mesh, zero, inject, folder):
-    import crosscut
-    from crosscut.models.mlp import mean_square
-    from tests.parallel.models import feature_batches, mlp
-
-    build, dims = mlp("gather")
-    layout = crosscut.Layout.of(mesh, zero=zero, micro_batches=2)
-    model = crosscut.distribute(build, dims, layout, ctx, loss_fn=mean_square)
-    optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
-    (x, _), *_ = feature_batches(8, 24)
-    for step in range(STEPS):
-        fault = inject(step)
-        if fault == "batches":
-            break
-        model.forward_backward(crosscut.local_batch(x, None, layout, ctx))
-        if fault != "skip":
-            model.clip_grad_norm_(1.0)
-        if fault == "extra":
-            ctx.barrier()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step % 2 and ctx.rank == 0:
-            (folder / "saved").write_text(str(step + 1))
-    ctx.barrier()
