@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -65,7 +66,7 @@ class Ring:
     records: list[Record] = field(default_factory=list)  # the last ones, oldest first
     last_seq: dict[Lane, int] = field(default_factory=dict)  # of every lane: its last collective
     half_written: int = 0  # records that were being written when the file was read, or the process killed
-    totals: dict[tuple[str, str, str, str], tuple[int, int]] = field(default_factory=dict)
+    totals: dict[tuple[str, str, str, str], tuple[int, int]] = field(default_factory=dict)  # if all records were read
 
     @property
     def wrapped(self) -> bool:
@@ -101,6 +102,8 @@ class RingFile:
         version = HEAD.unpack_from(first)[1]
         if version > layout.FORMAT_VERSION:
             raise ValueError(f"{path}: format_version {version} is newer than {layout.FORMAT_VERSION}; update crosscut")
+        if version < layout.FORMAT_VERSION:
+            raise ValueError(f"{path}: format_version {version} is from before crosscut 0.1, which cannot read it")
         capacity, half = HEAD.unpack_from(first)[7:9]
         fixed = layout.LANE_BYTES + layout.NUM_TOTALS * layout.TOTAL_BYTES + layout.NUM_LANES * 8
         whole = HEADER_BYTES + capacity * RECORD.size + 2 * half + fixed
@@ -124,7 +127,10 @@ class RingFile:
         lanes = _lanes(data, text + 2 * half)
         text_at = COUNTS.unpack_from(data, layout.AT_COUNTS)[1]
         oldest = (text_at // half - 1) * half
-        known: dict[int, tuple[Any, ...] | None] = {}
+        known: dict[int, list[Any] | None] = {}
+        place = text + 2 * half + layout.LANE_BYTES
+        num_totals = COUNTS.unpack_from(data, layout.AT_COUNTS)[3]
+        totals = [_Total(data, place + i * layout.TOTAL_BYTES) for i in range(num_totals)]
         for number in range(max(1, after + 1, out.entered - capacity + 1), out.entered + 2):
             fields = RECORD.unpack_from(data, HEADER_BYTES + (number - 1) % capacity * RECORD.size)
             if fields[0] != number or fields[7] != number:
@@ -133,18 +139,25 @@ class RingFile:
             at = fields[1]
             if at not in known:
                 known[at] = _details(data, text + at % (2 * half)) if oldest <= at <= text_at else None
-            record = _record(number, fields, known[at], lanes, out)
-            if record is None:
+            details = known[at]
+            if details is None or details[1] >= len(lanes):
                 out.half_written += 1
-            else:
-                out.records.append(record)
-                out.entered = max(out.entered, number)
-        totals = text + 2 * half + layout.LANE_BYTES
-        _totals(data, totals, out)
-        at = totals + layout.NUM_TOTALS * layout.TOTAL_BYTES
-        out.last_seq = dict(
-            zip(lanes, struct.unpack_from(f"<{min(len(lanes), layout.NUM_LANES)}Q", data, at), strict=False)
-        )
+                continue
+            record = _record(number, fields, details[1:], lanes, out)
+            out.records.append(record)
+            out.entered = max(out.entered, number)
+            if record.call.peer is None:
+                out.last_seq[record.lane] = record.call.seq
+            if details[0] < len(totals):
+                totals[details[0]].add(number, record.bytes)
+        for total in totals:
+            if total.rule is not None:
+                old = out.totals.get(total.rule, (0, 0))  # long tags may be equal where they were cut off
+                out.totals[total.rule] = (old[0] + total.calls, old[1] + total.bytes)
+        numbers = f"<{min(len(lanes), layout.NUM_LANES)}Q"
+        written = struct.unpack_from(numbers, data, place + layout.NUM_TOTALS * layout.TOTAL_BYTES)
+        for lane, seq in zip(lanes, written, strict=False):
+            out.last_seq[lane] = max(seq, out.last_seq.get(lane, 0))
         return out
 
     def _header(self, data: mmap.mmap) -> Ring:
@@ -201,21 +214,17 @@ def _lanes(data: mmap.mmap, at: int) -> list[Lane]:
     return out
 
 
-def _details(data: mmap.mmap, at: int) -> tuple[Any, ...] | None:
-    """The text of a record, None if it is not whole."""
+def _details(data: mmap.mmap, at: int) -> list[Any] | None:
+    """The text of a record, its rule first; None if it is not whole."""
     length = layout.LENGTH.unpack_from(data, at)[0]
     try:
         value = json.loads(data[at + 2 : at + 2 + length])
     except ValueError:
         return None
-    return tuple(value) if isinstance(value, list) else None
+    return value if isinstance(value, list) else None
 
 
-def _record(
-    number: int, fields: tuple[int, ...], details: tuple[Any, ...] | None, lanes: list[Lane], ring: Ring
-) -> Record | None:
-    if details is None or details[0] >= len(lanes):
-        return None
+def _record(number: int, fields: tuple[int, ...], details: list[Any], lanes: list[Lane], ring: Ring) -> Record:
     lane, op, num_bytes, site, shape, dtype, reduce_op, root, peer, tag, kind, *more = details
     dim, ins, outs, message_tag, is_async = [*more, None, None, None, None, None][:5]
     _, _, seq, step, entered, waiting, completed, _ = fields
@@ -228,14 +237,17 @@ def _record(
     return Record(number, lanes[lane], call, num_bytes, step, *times, message_tag or 0, bool(is_async), ring.rank)
 
 
-def _totals(data: mmap.mmap, at: int, out: Ring) -> None:
-    for index in range(COUNTS.unpack_from(data, layout.AT_COUNTS)[3]):
-        place = at + index * layout.TOTAL_BYTES
-        calls, num_bytes, length = TOTAL.unpack_from(data, place)
-        text = data[place + TOTAL.size : place + TOTAL.size + length]
-        try:
-            kind, tag, label, op = json.loads(text)
-        except ValueError:
-            continue
-        old = out.totals.get((kind, tag, label, op), (0, 0))  # long tags may be equal where they were cut off
-        out.totals[kind, tag, label, op] = (old[0] + calls, old[1] + num_bytes)
+class _Total:
+    """Calls and bytes of one rule (None if its text is not whole), as far as they were written, and then counted."""
+
+    def __init__(self, data: mmap.mmap, at: int) -> None:
+        self.calls, self.bytes, self._up_to, length = TOTAL.unpack_from(data, at)
+        self.rule: tuple[str, str, str, str] | None = None
+        with contextlib.suppress(ValueError):
+            kind, tag, label, op = json.loads(data[at + TOTAL.size : at + TOTAL.size + length])
+            self.rule = kind, tag, label, op
+
+    def add(self, number: int, num_bytes: int) -> None:
+        """Count a record, unless it was."""
+        if number > self._up_to:
+            self.calls, self.bytes = self.calls + 1, self.bytes + num_bytes

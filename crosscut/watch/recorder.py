@@ -1,8 +1,8 @@
 """The recorder inside a rank: every call into its ring, every exception and stack into the run folder.
 
 `install()` is for programs of any kind: from the next `init_process_group` on, all calls of all process groups are
-recorded, those of DDP's reducer, of FSDP, of DTensor and of functional collectives included. `record_context` records a
-crosscut `Context`, on every back end, with tags and axis names.
+recorded, those of DDP's reducer, of FSDP, of DTensor and of functional collectives included. Given to
+`Context.observe`, a recorder sees the calls of crosscut's groups, on every back end, with tags and axis names.
 """
 
 from __future__ import annotations

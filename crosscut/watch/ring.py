@@ -9,6 +9,9 @@ not fill it.
     header (4096 bytes) | capacity records of 64 bytes | two halves of text | lanes (text) | totals (256 bytes a rule) |
     the last sequence number of every lane
 
+The totals and the last numbers are written now and then, at the latest when half of the ring is: with a total stands up
+to which record it counts, and a reader adds the records after that. So a call writes one record and its number.
+
 Times are nanoseconds of the monotonic clock, which the processes of one host share.
 """
 
@@ -31,34 +34,34 @@ if TYPE_CHECKING:
     from crosscut.comm.call import Call
 
 MAGIC = b"crosscut"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 HEADER_BYTES = 4096
 RECORD = struct.Struct("<QQqqQQQQ")  # number, text, seq, step, entered, waiting, completed, number
 HEAD = struct.Struct("<8sIIIIIIQQQQq")  # magic .. signal; capacity, half, start (wall, monotonic), clock offset
 COUNTS = struct.Struct("<QQQQ")  # entered, text position, lanes position, number of totals
 LIFE = struct.Struct("<IiQQQ")  # ended, exit code, section since, section limit (ms), start of the process (ticks)
-TOTAL = struct.Struct("<QQH")  # calls, bytes; length of the text that follows
+TOTAL = struct.Struct("<QQQH")  # calls, bytes, up to which record; length of the text that follows
 AT_COUNTS, AT_LIFE, AT_HOST, AT_SECTION, AT_DEVICE = 128, 192, 256, 384, 512
 TOTAL_BYTES, NUM_TOTALS, LANE_BYTES, NUM_LANES = 256, 512, 1 << 17, 4096
 RUNNING, FINISHED, FAILED = 0, 1, 2
 SET_UP = "set-up"  # the section that a rank is in until its first call is done
 LENGTH = struct.Struct("<H")
-_pack = RECORD.pack_into
-_HEAD, _NOWHERE = AT_COUNTS // 8, HEADER_BYTES // 8 - 1  # words
+_pack, _pack_total = RECORD.pack_into, struct.Struct("<QQQ").pack_into
+_HEAD, _WAITING, _COMPLETED = AT_COUNTS // 8, HEADER_BYTES // 8 + 5, HEADER_BYTES // 8 + 6  # words, the last of slot 0
 _WORD = 64  # bytes of a short text in the header: its length, then itself
 
 
 class Mark:
     """What is the same in every call of one kind. text: its place, -1 before it is written; total: calls, bytes and
-    place of its rule; stream: how many messages there were; last: where the last number is written.
+    place of its rule; last: the last number of its lane, or of its stream of messages.
     """
 
-    __slots__ = ("key", "last", "num_bytes", "stream", "text", "total")
+    __slots__ = ("is_message", "key", "last", "num_bytes", "text", "total")
 
     def __init__(
-        self, key: tuple[Any, ...], num_bytes: int, total: list[int], stream: list[int] | None, last: int
+        self, key: tuple[Any, ...], num_bytes: int, total: list[int], last: list[int], is_message: bool
     ) -> None:
-        self.key, self.num_bytes, self.total, self.stream, self.last = key, num_bytes, total, stream, last
+        self.key, self.num_bytes, self.total, self.last, self.is_message = key, num_bytes, total, last, is_message
         self.text = -1
 
 
@@ -102,8 +105,10 @@ class RingWriter:
                 f"{path}: the recorder cannot make its file ({error.strerror}); give another run folder"
             ) from None
         self._head = self._text_at = self._oldest = self._lanes_at = self._num_totals = 0
+        self._next_count = capacity // 2
         self._known: dict[tuple[Any, ...], Mark] = {}
         self._streams: dict[tuple[int, str, int, int], list[int]] = {}  # of messages -> [how many]
+        self._numbers: list[list[int]] = []  # of every lane: [its last]
         self._learning = threading.Lock()
         self._rules: dict[tuple[str, str, str, str], list[int]] = {}  # -> [calls, bytes, offset]
         self._lane_ids: dict[tuple[str, tuple[int, ...], int], int] = {}
@@ -130,30 +135,15 @@ class RingWriter:
             self._lanes_at += len(data) + 2
             self._lane_ids[key] = len(self._lane_ids)
             self._labels.append(label)
+            self._numbers.append([0])
             self._counts()
         return self._lane_ids[key]
 
     def mark(self, lane: int, call: Call, num_bytes: int, is_async: bool = False, message_tag: int = 0) -> Mark:
         """What `begin` needs to record calls like this one, whatever their number."""
         op, _, tag, kind, site, _, shape, dtype, by, root, dim, ins, outs, peer = call
-        key = (
-            lane,
-            op,
-            num_bytes,
-            site,
-            shape,
-            dtype,
-            by,
-            root,
-            peer,
-            tag,
-            kind,
-            dim,
-            ins,
-            outs,
-            message_tag,
-            is_async,
-        )
+        more = (dim, ins, outs, message_tag, is_async)
+        key = (lane, op, num_bytes, site, shape, dtype, by, root, peer, tag, kind, *more)
         return self._known.get(key) or self._learn(key)
 
     def begin(self, mark: Mark, seq: int) -> int:
@@ -165,17 +155,27 @@ class RingWriter:
         """
         if mark.text < self._oldest:
             self._write(mark)
-        if mark.stream is not None:
-            mark.stream[0] = seq = mark.stream[0] + 1
+        last, total = mark.last, mark.total
+        if mark.is_message:
+            seq = last[0] + 1
+        last[0] = seq
         self._head = number = self._head + 1
         at = HEADER_BYTES + (number - 1) % self._capacity * 64
         _pack(self._map, at, number, mark.text, seq, self.step, now(), 0, 0, number)
-        words, total, place = self._words, mark.total, mark.total[2]
-        words[_HEAD] = number
-        words[mark.last] = seq
-        words[place] = total[0] = total[0] + 1
-        words[place + 1] = total[1] = total[1] + mark.num_bytes
+        self._words[_HEAD] = number
+        total[0] += 1
+        total[1] += mark.num_bytes
+        if number >= self._next_count:
+            self._count()
         return number
+
+    def _count(self) -> None:
+        """Write the totals and the last numbers, before the records that tell them are overwritten."""
+        self._next_count = self._head + self._capacity // 2
+        for calls, num_bytes, at in list(self._rules.values()):
+            _pack_total(self._map, at, calls, num_bytes, self._head)
+        for lane, last in enumerate(self._numbers[:NUM_LANES]):
+            self._words[self._last + lane] = last[0]
 
     def enter(self, lane: int, call: Call, num_bytes: int, is_async: bool = False, message_tag: int = 0) -> int:
         """`mark` and `begin` in one."""
@@ -189,17 +189,17 @@ class RingWriter:
     def inside(self) -> bool:
         """Whether one of the last calls is not done."""
         last = range(max(1, self._head - 7), self._head + 1)
-        return any(not self._words[(HEADER_BYTES + (n - 1) % self._capacity * 64) // 8 + 6] for n in last)
+        return any(not self._words[_COMPLETED + (n - 1) % self._capacity * 8] for n in last)
 
     def waits(self, number: int) -> None:
         """Record that the rank waits for an async call from now on."""
         if self._head - number < self._capacity:
-            self._words[(HEADER_BYTES + (number - 1) % self._capacity * 64) // 8 + 5] = now()
+            self._words[_WAITING + (number - 1) % self._capacity * 8] = now()
 
     def complete(self, number: int) -> None:
         """Record that a call is done. Without effect for one that the ring has overwritten."""
         if self._head - number < self._capacity:
-            self._words[(HEADER_BYTES + (number - 1) % self._capacity * 64) // 8 + 6] = now()
+            self._words[_COMPLETED + (number - 1) % self._capacity * 8] = now()
 
     def section(self, name: str, limit_s: float = 0.0) -> None:
         """Say that the rank is in a part of the program with a time limit of its own; "" ends it."""
@@ -220,22 +220,22 @@ class RingWriter:
 
     def _learn(self, key: tuple[Any, ...]) -> Mark:
         lane, op, num_bytes, _, _, _, _, _, peer, tag, kind, *more = key
-        last = self._last + lane if peer is None and lane < NUM_LANES else _NOWHERE
         with self._learning:
             rule = (kind, tag, self._labels[lane], op)
             if rule not in self._rules:
                 self._rules[rule] = self._new_total(rule)
-            stream = None if peer is None else self._streams.setdefault((lane, op, peer, more[3]), [0])
-            mark = self._known[key] = Mark(key, num_bytes, self._rules[rule], stream, last)
+            last = self._numbers[lane] if peer is None else self._streams.setdefault((lane, op, peer, more[3]), [0])
+            mark = self._known[key] = Mark(key, num_bytes, self._rules[rule], last, peer is not None)
         return mark
 
     def _write(self, mark: Mark) -> None:
         """Write a call's text, where it can be read until the ring has forgotten the call."""
         lane, op, num_bytes, site, _, dtype, reduce_op, root, peer, _tag, kind, *more = mark.key
+        rule = (mark.total[2] - self._totals) // TOTAL_BYTES
         usual = not any(more) and more[1] is None
-        data = json.dumps(mark.key[: -len(more)] if usual else mark.key).encode()
+        data = json.dumps([rule, *(mark.key[: -len(more)] if usual else mark.key)]).encode()
         if len(data) + 2 > self._half:
-            data = json.dumps([lane, op, num_bytes, site, (), dtype, reduce_op, root, peer, "", kind]).encode()
+            data = json.dumps([rule, lane, op, num_bytes, site, (), dtype, reduce_op, root, peer, "", kind]).encode()
         with self._learning:
             if self._text_at // self._half != (self._text_at + len(data) + 1) // self._half:
                 self._oldest = self._text_at = -(-self._text_at // self._half) * self._half
@@ -259,10 +259,10 @@ class RingWriter:
             tag = tag[: len(tag) // 2]
         data = json.dumps([kind, tag, label[:64], op]).encode()
         self._map[at + TOTAL.size : at + TOTAL.size + len(data)] = data
-        TOTAL.pack_into(self._map, at, 0, 0, len(data))
+        TOTAL.pack_into(self._map, at, 0, 0, 0, len(data))
         self._num_totals += 1
         self._counts()
-        total = self._rules[rule] = [0, 0, at // 8]
+        total = self._rules[rule] = [0, 0, at]
         return total
 
     def _counts(self) -> None:

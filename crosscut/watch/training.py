@@ -14,7 +14,7 @@ from crosscut.watch import program
 from crosscut.watch.autopsy import autopsy
 from crosscut.watch.facts import Verdict
 from crosscut.watch.folder import path_of
-from crosscut.watch.recorder import Recorder, obey, record_context
+from crosscut.watch.recorder import Recorder, obey
 from crosscut.watch.ring import SET_UP
 from crosscut.watch.watchdog import Watchdog, end_ranks, write_autopsy
 
@@ -86,7 +86,7 @@ def record_run(ctx: Context, run: Path, limits: tuple[float | None, float]) -> R
     recorder = None if ctx.backend == "threads" else program.adopt(ctx.rank, ctx.world_size)
     if recorder is None:
         recorder = Recorder(run, ctx.rank, ctx.world_size, ctx.device.type)
-        record_context(ctx, recorder)
+        ctx.observe(recorder)
         if ctx.backend != "threads":  # whose ranks are one process: a signal would be everybody's
             recorder.hook_process()
             obey(recorder)

@@ -10,13 +10,13 @@ from crosscut.watch import program
 from crosscut.watch.autopsy import autopsy
 from crosscut.watch.facts import Facts
 from crosscut.watch.reading import read_ring
-from crosscut.watch.recorder import Recorder, record_context
+from crosscut.watch.recorder import Recorder
 
 
 def calls(ctx, folder):
     recorder = Recorder(folder, ctx.rank, ctx.world_size)
     ends = ctx.new_group((0, 1), "ends")  # the ranks of a group over tp, on another connection
-    record_context(ctx, recorder)
+    ctx.observe(recorder)
     ctx.set_mesh(Mesh.of("pp=2,tp=2"))
     tp, pp = ctx.group("tp"), ctx.group("pp")
     for step in range(3):
@@ -78,7 +78,7 @@ def test_every_call_of_a_context_is_recorded(tmp_path):
 
 def deadlocks(ctx, folder):
     recorder = Recorder(folder, ctx.rank, ctx.world_size)
-    record_context(ctx, recorder)
+    ctx.observe(recorder)
     for step in range(3):
         ctx.world.all_reduce(torch.ones(2), tag=f"step {step}")
         if step == 2 and ctx.rank == 1:

@@ -100,6 +100,24 @@ def test_it_wraps_and_the_totals_do_not(tmp_path):
     assert read.totals["step", "", "dp", "send"] == (50, sum(range(50)))
 
 
+def test_totals_and_last_numbers_are_right_after_every_call(tmp_path):
+    """Whenever they were written last, and also of a lane whose calls have long been overwritten."""
+    ring = RingWriter(tmp_path / "r", 0, 2, capacity=8)
+    lanes = {name: ring.lane(name, (0, 1), channel) for channel, name in enumerate(("early", "often"))}
+    counted, last = {}, {}
+    for i in range(60):
+        name, op = ("early", "barrier") if i < 3 else ("often", "send" if i % 3 else "all_reduce")
+        seq = last[name] = last.get(name, 0) + (op != "send")
+        more = {"peer": 1} if op == "send" else {}
+        ring.complete(ring.enter(lanes[name], call(op, seq, shape=(i % 4,), tag=f"t{i % 2}", **more), i))
+        key = ("step", f"t{i % 2}", name, op)
+        counted[key] = (counted.get(key, (0, 0))[0] + 1, counted.get(key, (0, 0))[1] + i)
+        read = read_ring(ring.path)
+        assert read.totals == counted
+        assert {lane.label: seq for lane, seq in read.last_seq.items() if seq} == last
+    assert "early" not in {record.lane.label for record in read.records}
+
+
 def test_shapes_that_change_for_ever_do_not_fill_it(tmp_path):
     ring = RingWriter(tmp_path / "r", 0, 2, capacity=64)
     lane = ring.lane("dp", (0, 1))
@@ -186,11 +204,12 @@ def test_what_is_no_ring_is_refused(tmp_path):
     with pytest.raises(ValueError, match="not a ledger"):
         read_ring(path)
     ring = RingWriter(path, 0, 2)
-    with open(path, "r+b") as file:
-        file.seek(8)
-        file.write(struct.pack("<I", FORMAT_VERSION + 1))
-    with pytest.raises(ValueError, match=f"format_version {FORMAT_VERSION + 1} is newer"):
-        read_ring(ring.path)
+    for version, said in ((FORMAT_VERSION + 1, "is newer"), (FORMAT_VERSION - 1, "is from before crosscut 0.1")):
+        with open(path, "r+b") as file:
+            file.seek(8)
+            file.write(struct.pack("<I", version))
+        with pytest.raises(ValueError, match=f"format_version {version} {said}"):
+            read_ring(ring.path)
 
 
 def test_a_file_that_cannot_be_made(tmp_path):
