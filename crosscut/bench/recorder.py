@@ -31,8 +31,9 @@ from crosscut.watch.recorder import Observer, Recorder
 
 LIMIT_US, LIMIT_SHARE = 2.0, 0.01  # what is promised: a call, a step
 NUMBERS = 1024  # of a call: 4 KiB
+SILENT = ", nothing sent"
 STEPS = (("mlp", "ddp"), ("mlp", "tp"), ("transformer-small", "ddp"), ("transformer-small", "tp"))
-MIN_TRIALS, MAX_TRIALS, BATCH = 6, 600, 50
+MIN_TRIALS, MAX_TRIALS = 6, 600
 Do = Callable[[], Any]
 
 
@@ -69,7 +70,10 @@ def measure(plan: RecorderPlan, on_event: Callable[[Event], None] = lambda event
 
     def take(event: Event) -> None:
         if event["kind"] == "row":
-            result.rows.append({key: value for key, value in event.items() if key != "kind"})
+            row = {key: value for key, value in event.items() if key != "kind"}
+            if row["of"] == "step":
+                row["calls_share"] = _share_of_calls(row, result.rows)
+            result.rows.append(row)
         on_event(event)
 
     with tempfile.TemporaryDirectory(prefix="crosscut-bench-") as folder:
@@ -89,6 +93,12 @@ def measure(plan: RecorderPlan, on_event: Callable[[Event], None] = lambda event
         finally:
             torch.set_num_threads(before)  # ranks that are threads have set it
     return result
+
+
+def _share_of_calls(step: Event, rows: list[Event]) -> float:
+    """What the calls of a step add to it, by what such calls cost alone: of a percent, trials of steps show little."""
+    dearest = max(row["added_us_median"] for row in rows if row["of"] == "group" and row["backend"] == step["backend"])
+    return float(step["calls"] * dearest / step["plain_us_median"])
 
 
 def rank_main(ctx: Context, plan: RecorderPlan, world: str, path: str) -> None:
@@ -119,7 +129,7 @@ def _ring_write(folder: Path, seconds: float) -> Event:
     begin, complete = recorder.begin, recorder.ring.complete
     times: list[float] = []
     ends = time.perf_counter() + min(seconds, 1.0)
-    while time.perf_counter() < ends or len(times) < MIN_TRIALS:
+    while len(times) < MIN_TRIALS or (time.perf_counter() < ends and len(times) < MAX_TRIALS):
         began = time.perf_counter()
         for seq in range(1000):
             complete(begin(mark, seq))
@@ -133,7 +143,7 @@ def _groups(ctx: Context, plan: RecorderPlan, folder: Path) -> Rows:
     over = [("", _pair(ctx, ctx.transport, folder), ctx.world_size if takes_turns else 1)]
     if takes_turns:
         silent = SilentWorld(ctx.transport)
-        over.insert(0, (", nothing sent", _pair(ctx, silent, folder), 1))
+        over.insert(0, (SILENT, _pair(ctx, silent, folder), 1))
         silent.silence()
 
     def two_messages(group: Group, x: torch.Tensor) -> Do:
@@ -150,7 +160,8 @@ def _groups(ctx: Context, plan: RecorderPlan, folder: Path) -> Rows:
 
     def row(name: str, groups: list[Group], make: Callable[[Group, torch.Tensor], Do], per: int) -> Event:
         x = torch.zeros(NUMBERS)
-        return _row("group", name, ctx.backend, _interleave(ctx, plan, [make(group, x) for group in groups], per))
+        times = _interleave(ctx, plan, [make(group, x) for group in groups], per, alone=name.endswith(SILENT))
+        return _row("group", name, ctx.backend, times)
 
     kinds: dict[str, tuple[Callable[[Group, torch.Tensor], Do], int]] = {
         "all_reduce": (lambda group, x: lambda: group.all_reduce(x), 1),
@@ -173,7 +184,7 @@ def _step(ctx: Context, plan: RecorderPlan, folder: Path, name: str, parallel: s
     calls = sum(calls for calls, _ in recorded.ledger.counters.values()) - before
     times = _interleave(ctx, plan, steps, factor=4)
     axis = "dp" if parallel == "ddp" else parallel
-    what = f"{name}, {axis}={ctx.world_size}, {calls} calls"
+    what = f"{name}, {axis}={ctx.world_size}"
     return _row("step", what, ctx.backend, times, calls)
 
 
@@ -205,12 +216,12 @@ def _stock(ctx: Context, plan: RecorderPlan, folder: Path) -> Rows:
         before = recorder.ring.entered
         made[1]()
         calls = recorder.ring.entered - before
-        return _row("torch", name, backend, _interleave(ctx, plan, made, calls), calls)
+        return _row("torch", name, backend, _interleave(ctx, plan, made, calls, alone=name.endswith(SILENT)), calls)
 
     return [
-        ("all_reduce", partial(row, "all_reduce, nothing sent", all_reduce, silent, "")),
+        ("all_reduce", partial(row, f"all_reduce{SILENT}", all_reduce, silent, "")),
         ("all_reduce", partial(row, "all_reduce", all_reduce, gloo)),
-        ("DDP", partial(row, "all_reduce by DDP's reducer", reducer, gloo)),
+        ("DDP", partial(row, "DDP's all_reduce", reducer, gloo)),
     ]
 
 
@@ -222,12 +233,15 @@ def _pair(ctx: Context, world: Any, folder: Path) -> tuple[Context, Context]:
 
 
 def _interleave(
-    ctx: Context, plan: RecorderPlan, calls: list[Do], per: int = 1, factor: float = 1
+    ctx: Context, plan: RecorderPlan, calls: list[Do], per: int = 1, factor: float = 1, alone: bool = False
 ) -> list[list[float]]:
-    """Seconds of the slowest rank, divided by `per`: [without, with the recorder][trial]."""
+    """Seconds of the slowest rank, divided by `per`: [without, with the recorder][trial]. alone: calls that wait for
+    nobody, so that trials need no common start.
+    """
 
     def start() -> None:
-        ctx.world.barrier(kind="control")
+        if not alone:
+            ctx.world.barrier(kind="control")
 
     def slowest(own: list[float]) -> list[float]:
         return [max(column) for column in zip(*ctx.all_gather_object(own, tag="times"), strict=True)]

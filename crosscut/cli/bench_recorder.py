@@ -10,14 +10,17 @@ from crosscut.cli.output import check_destination, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from crosscut.bench.recorder import RecorderCost
 
 EXPLANATION = """\
-without, with  medians of trials in turn, slowest rank; calls: of 4 KiB, a rank's; step: forward, backward, AdamW
-added          with - without within trials, median; (95%): the interval that holds it; for a step, of without
-nothing sent   over a back end that does nothing: what is added is not lost in the noise of the rest
-torch          torch.distributed under crosscut.watch.install()"""
+without, with  medians of trials in turn; calls of 4 KiB, the slowest rank's
+added          with - without within trials, median; (95%): its interval
+holds          all of the interval keeps the promise; ?: a part of it
+calls          a step's calls times the dearest of such calls above, of without
+nothing sent   over a back end that does nothing: what is added, without noise
+torch          torch.distributed as under crosscut.watch.install()"""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,36 +61,36 @@ def run(args: argparse.Namespace) -> int:
 
 def show(cost: RecorderCost, console: Console) -> None:
     """A table of calls, one of steps, what the columns mean, and whether what is promised holds."""
-    from rich.table import Table
-
     from crosscut.bench.recorder import LIMIT_SHARE, LIMIT_US
 
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in ("", "on", "without", "with", "added", "(95%)", "holds"):
-        table.add_column(column, justify="left" if column in ("", "on") else "right", no_wrap=True)
-    for row in cost.rows:
-        step = row["of"] == "step"
-        unit, scale = ("ms", 1e-3) if step else ("us", 1.0)
-        times = [f"{row[key] * scale:.1f} {unit}" for key in ("plain_us_median", "recorded_us_median")]
-        values = [row[key] * (100 if step else 1) for key in (_KEYS[step])]
-        added = [f"{values[0]:+.2f}{'%' if step else ' us'}", f"{values[1]:.2f} to {values[2]:.2f}"]
-        what = {"torch": "torch: ", "step": "step: "}.get(row["of"], "") + row["what"]
-        table.add_row(what, row["backend"], *times, *added, _WORDS[row["holds"]])
-    console.print(table)
-    console.print(EXPLANATION)
-    for told, rows in (
-        (f"{LIMIT_US:g} us a call of crosscut's", [row for row in cost.rows if row["of"] in ("write", "group")]),
-        (f"{LIMIT_US:g} us a call of torch's", [row for row in cost.rows if row["of"] == "torch"]),
-        (f"{LIMIT_SHARE:.0%} of a step", [row for row in cost.rows if row["of"] == "step"]),
+    for of, title in (
+        ("write", f"a record alone, us; promised: {LIMIT_US:g} at most"),
+        ("group", f"a call of crosscut's, us; promised: {LIMIT_US:g} more at most"),
+        ("torch", f"a call of torch's, us; promised: {LIMIT_US:g} more at most"),
+        ("step", f"a training step, ms; promised: {LIMIT_SHARE:.0%} more at most"),
     ):
-        counts = [sum(row["holds"] is value for row in rows) for value in (True, False, None)]
-        console.print(
-            f"{told}: holds in {counts[0]} rows, not in {counts[1]}, not to be told from noise in {counts[2]}"
-        )
+        rows = [row for row in cost.rows if row["of"] == of]
+        if rows:
+            counts = [sum(row["holds"] is value for row in rows) for value in _WORDS]
+            console.print(f"{title}; holds: " + ", ".join(map("{} {}".format, _WORDS.values(), counts)))
+            console.print(_table(of == "step", rows))
+            console.print()
+    console.print(EXPLANATION)
 
 
-_KEYS = {
-    False: ("added_us_median", "added_us_low", "added_us_high"),
-    True: ("share_median", "share_low", "share_high"),
-}
+def _table(is_step: bool, rows: list[dict[str, Any]]) -> Table:
+    from rich.table import Table
+
+    name, percent, sign, scale = ("share", 100, "%", 1e-3) if is_step else ("added_us", 1, "", 1)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("", "on", "without", "with", "added", "(95%)", "holds", *(("calls",) if is_step else ())):
+        table.add_column(column, justify="left" if column in ("", "on") else "right", no_wrap=True)
+    for row in rows:
+        times = [f"{row[key] * scale:.2f}" for key in ("plain_us_median", "recorded_us_median")]
+        median, low, high = (f"{row[f'{name}_{part}'] * percent:.2f}{sign}" for part in ("median", "low", "high"))
+        calls = (f"{row['calls']}: {row['calls_share']:.2%}",) if is_step else ()
+        table.add_row(row["what"], row["backend"], *times, median, f"{low}..{high}", _WORDS[row["holds"]], *calls)
+    return table
+
+
 _WORDS = {True: "yes", False: "no", None: "?"}
