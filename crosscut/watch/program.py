@@ -16,7 +16,7 @@ from typing import Any
 from crosscut.comm.call import Call
 from crosscut.comm.launched import launched
 from crosscut.comm.site import short_path
-from crosscut.watch.folder import path_of
+from crosscut.watch.folder import look_at, path_of
 from crosscut.watch.lanes import INIT
 from crosscut.watch.reading import RingFile
 from crosscut.watch.recorder import RUN, Observer, Recorder, obey, record_context
@@ -143,10 +143,13 @@ def _recorder(folder: Path, rank: int, world_size: int) -> Recorder:
 def _forget(recorder: Recorder) -> None:
     """The rank was another one than had been guessed: its files go, unless that rank's own lie there by now."""
     recorder.failed = lambda error: None  # type: ignore[method-assign]
+    path = recorder.ring.path
+    taken = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(ValueError, OSError):
-        if RingFile(recorder.ring.path).head().pid == os.getpid():
-            for kind in ("ring", "stack", "stop"):
-                path_of(recorder.run, recorder.rank, kind).unlink(missing_ok=True)
+        path.rename(taken)  # from here on nobody else can put another there unseen
+        if RingFile(taken).head().pid != os.getpid():
+            os.link(taken, path)
+        taken.unlink()
 
 
 def _replace_init(dist: Any) -> None:
@@ -228,7 +231,8 @@ def _started(fn: Callable[..., Any], number: int, index: int, *args: Any) -> Any
     """The function of a started process, recorded. Its parent catches its exceptions, so they are written down here."""
     _state.clear()  # a forked child is another rank than its parent
     folder = install()
-    if "recorder" not in _state:  # most likely its index is its rank: if not, `recorder_of` makes it right
+    # Most likely its index is its rank: if not, `recorder_of` makes it right.
+    if "recorder" not in _state and not _recorded(path_of(folder, index, "ring")):
         _state["guessed"] = True
         _recorder(folder, index, number)
     try:
@@ -240,6 +244,13 @@ def _started(fn: Callable[..., Any], number: int, index: int, *args: Any) -> Any
     if (recorder := _state.get("recorder")) is not None:
         recorder.ring.end(0)
     return value
+
+
+def _recorded(path: Path) -> bool:
+    """Whether a process that lives has its ring there."""
+    with contextlib.suppress(ValueError):
+        return look_at(RingFile(path).head())[0]
+    return False
 
 
 def finish(exit_code: int) -> None:

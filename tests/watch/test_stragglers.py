@@ -34,7 +34,7 @@ def test_a_slow_rank_of_a_loop_that_counts_no_steps():
 
 
 def test_a_slow_rank_of_two_meshes():
-    """tp=2 x dp=2: rank 1 is late everywhere, its neighbour over tp waits for it and is late over dp only through it."""
+    """tp=2 x dp=2: rank 1 is slow; its neighbour over tp waits for it and is late over dp, though not slow."""
     programs = {}
     for rank in range(4):
         tp, dp = Lane("tp", (rank // 2 * 2, rank // 2 * 2 + 1)), Lane("dp", (rank % 2, rank % 2 + 2))
