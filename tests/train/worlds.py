@@ -20,8 +20,8 @@ def parts_of(cfg):
 
 
 def make(ctx, cfg, mesh, optimizer="adamw", seed=0, **layout):
-    """A distributed fp64 model and its optimizer."""
-    where = Layout.of(mesh, compute="fp64", **layout)
+    """A distributed model (fp64, unless `layout` says otherwise) and its optimizer."""
+    where = Layout.of(mesh, **{"compute": "fp64", **layout})
     build, dims, loss_fn = parts_of(cfg)
     seq = None if isinstance(cfg, MLPConfig) else SEQ
     model = distribute(build, dims, where, ctx, loss_fn=loss_fn, batch=BATCH, seq=seq, seed=seed)
