@@ -33,7 +33,7 @@ LIMIT_US, LIMIT_SHARE = 2.0, 0.01  # what is promised: a call, a step
 NUMBERS = 1024  # of a call: 4 KiB
 SILENT = ", nothing sent"
 STEPS = (("mlp", "ddp"), ("mlp", "tp"), ("transformer-small", "ddp"), ("transformer-small", "tp"))
-MIN_TRIALS, MAX_TRIALS = 6, 600
+MIN_TRIALS, MAX_TRIALS, WARM_UP = 6, 600, 3
 Do = Callable[[], Any]
 
 
@@ -235,8 +235,8 @@ def _pair(ctx: Context, world: Any, folder: Path) -> tuple[Context, Context]:
 def _interleave(
     ctx: Context, plan: RecorderPlan, calls: list[Do], per: int = 1, factor: float = 1, alone: bool = False
 ) -> list[list[float]]:
-    """Seconds of the slowest rank, divided by `per`: [without, with the recorder][trial]. alone: calls that wait for
-    nobody, so that trials need no common start.
+    """Seconds of the slowest rank, divided by `per`: [without, with the recorder][trial]. alone: the calls wait for
+    nobody, so a rank's trials need no common start, and are its own.
     """
 
     def start() -> None:
@@ -244,13 +244,16 @@ def _interleave(
             ctx.world.barrier(kind="control")
 
     def slowest(own: list[float]) -> list[float]:
+        if alone:
+            return own
         return [max(column) for column in zip(*ctx.all_gather_object(own, tag="times"), strict=True)]
 
     def nothing() -> None:
         """There is no device to wait for."""
 
-    for call in calls:
-        call()
+    for _ in range(WARM_UP):
+        for call in calls:
+            call()
     once = slowest([trials.timed(call, 3, start, nothing) for call in calls])
     each = sum(seconds * trials.repeats(seconds) + 2e-4 for seconds in once)
     count = max(MIN_TRIALS, min(MAX_TRIALS, int(factor * plan.seconds / each)))
