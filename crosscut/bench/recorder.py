@@ -236,7 +236,7 @@ def _interleave(
     ctx: Context, plan: RecorderPlan, calls: list[Do], per: int = 1, factor: float = 1, alone: bool = False
 ) -> list[list[float]]:
     """Seconds of the slowest rank, divided by `per`: [without, with the recorder][trial]. alone: the calls wait for
-    nobody, so a rank's trials need no common start, and are its own.
+    nobody, so trials need no common start, and rank 0's are taken.
     """
 
     def start() -> None:
@@ -244,9 +244,9 @@ def _interleave(
             ctx.world.barrier(kind="control")
 
     def slowest(own: list[float]) -> list[float]:
-        if alone:
-            return own
-        return [max(column) for column in zip(*ctx.all_gather_object(own, tag="times"), strict=True)]
+        return [
+            column[0] if alone else max(column) for column in zip(*ctx.all_gather_object(own, tag="times"), strict=True)
+        ]
 
     def nothing() -> None:
         """There is no device to wait for."""
