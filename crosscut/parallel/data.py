@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from crosscut.comm.group import Group, Handle
 
 TAG = "gradients/step"
+ALONE_BYTES = 4_000_000  # copying so much into a bucket and back costs more than a call of its own, also on Gloo
 
 
 @dataclass(frozen=True)
@@ -73,22 +74,32 @@ def put_back(arrived: Tensor, into: Tensor) -> None:
 
 @dataclass
 class Bucket:
-    """A flat buffer of gradients that are summed together over one group. `marks`: its last numbers, one a parameter,
-    for a reducer whose ranks agree on which of them have a gradient at all; else empty."""
+    """A flat buffer of gradients that are summed together over one group; None: of one, which is summed where it is.
+
+    marks: its last numbers, one a parameter, for a reducer whose ranks agree on which of them have a gradient at all;
+    else empty.
+    """
 
     group: Group
     owed: list[Owed]
-    flat: Tensor
+    flat: Tensor | None
     views: list[Tensor]
     marks: Tensor
     missing: set[int] = field(default_factory=set)  # indices whose gradient has not come yet
     handle: Handle | None = None
 
+    @property
+    def content(self) -> Tensor:
+        """What is summed, once all gradients have come."""
+        content = self.owed[0].param.grad if self.flat is None else self.flat
+        assert content is not None
+        return content
+
 
 class BucketReducer:
     """Flat buckets in about the order in which backward makes gradients (the reverse of registration), each summed by
     an asynchronous all_reduce as soon as its last gradient is there (Li et al. 2020, "PyTorch Distributed", section
-    3.2).
+    3.2). A gradient that fills a bucket is not copied into one.
 
     Buckets start strictly in order on every rank, or ranks that finish gradients in another order would mix them up.
     Those that a parameter without a gradient keeps from completing start in `finish`.
@@ -119,7 +130,7 @@ class BucketReducer:
         self._armed, self._next = True, 0
 
     def finish(self) -> None:
-        """Start what backward did not complete, wait for all; every `.grad` is then a view of its summed bucket, or a
+        """Start what backward did not complete, wait for all; every `.grad` is then summed: a view of its bucket, or a
         copy of it in the parameter's dtype."""
         if not self._armed:
             self.last_backward()  # no backward ran here (a rank without work): it still takes part
@@ -131,7 +142,7 @@ class BucketReducer:
             assert bucket.handle is not None
             bucket.handle.wait()
             bucket.handle = None
-            for o, view in zip(bucket.owed, bucket.views, strict=True):
+            for o, view in zip(bucket.owed, bucket.views, strict=bucket.flat is not None):
                 if view.dtype != o.param.dtype:
                     o.param.grad = view.to(o.param.dtype)
         self._armed = False
@@ -151,28 +162,46 @@ class BucketReducer:
 
     def _take(self, bucket: Bucket, index: int) -> None:
         """Move one gradient into the bucket; `.grad` becomes the view, so the sum needs no copy back."""
-        param, view = bucket.owed[index].param, bucket.views[index]
+        param = bucket.owed[index].param
+        bucket.missing.discard(index)
+        if bucket.flat is None:
+            param.grad = torch.zeros_like(param) if param.grad is None else _own_memory(param.grad)
+            return
+        view = bucket.views[index]
         if param.grad is None:
             view.zero_()
         elif param.grad is not view:
             view.copy_(param.grad)
         param.grad = view if view.dtype == param.dtype else None
-        bucket.missing.discard(index)
 
     def _start_ready(self) -> None:
         while self._next < len(self.buckets) and not self.buckets[self._next].missing:
             bucket = self.buckets[self._next]
-            bucket.handle = bucket.group.all_reduce(bucket.flat, self.op, async_op=True, tag=TAG)
+            bucket.handle = bucket.group.all_reduce(bucket.content, self.op, async_op=True, tag=TAG)
             self._next += 1
+
+
+def _own_memory(grad: Tensor) -> Tensor:
+    """A gradient that may be changed: autograd can leave one that shares its memory with another tensor."""
+    alone = grad.is_contiguous() and grad.untyped_storage().nbytes() == grad.nbytes
+    return grad if alone else grad.clone(memory_format=torch.contiguous_format)
 
 
 def _fill_buckets(owed: Sequence[Owed], bucket_bytes: int, marked: bool, reduce: torch.dtype | None) -> list[Bucket]:
     """Consecutive parameters of one group, dtype and device share a bucket until it is full."""
+
+    def alone(o: Owed) -> bool:
+        fills = o.param.nbytes >= min(bucket_bytes, ALONE_BYTES)
+        return fills and not marked and reduce in (None, o.param.dtype)
+
     runs: list[list[Owed]] = []
     open_runs: dict[tuple, tuple[list[Owed], int]] = {}
     for o in owed:
         key = (o.group.label, o.param.dtype, o.param.device)
         size = o.param.numel() * (reduce or o.param.dtype).itemsize
+        if alone(o):
+            runs.append([o])
+            continue
         run, filled = open_runs.get(key, ([], 0))
         if not run or filled + size > bucket_bytes:
             run, filled = [], 0
@@ -182,6 +211,9 @@ def _fill_buckets(owed: Sequence[Owed], bucket_bytes: int, marked: bool, reduce:
     buckets = []
     for run in runs:
         first = run[0].param
+        if alone(run[0]):
+            buckets.append(Bucket(run[0].group, run, None, [], torch.empty(0)))
+            continue
         sizes = [o.param.numel() for o in run]
         numbers = sum(sizes) + len(run) * marked
         flat = torch.zeros(numbers, dtype=reduce or first.dtype, device=first.device)

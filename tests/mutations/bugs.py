@@ -111,12 +111,12 @@ def one_parameter_is_not_summed(patch: Patch) -> None:
 
 @bug("ddp", "dp=3", r"is 0.333333 x the reference on every element = 1/dp")
 def gradients_are_averaged(patch: Patch) -> None:
-    after_finish(patch, lambda bucket: bucket.flat.div_(bucket.group.size))
+    after_finish(patch, lambda bucket: bucket.content.div_(bucket.group.size))
 
 
 @bug("ddp", "dp=3", r"is 3 x the reference on every element = dp: it is summed over dp once too often")
 def gradients_are_summed_twice(patch: Patch) -> None:
-    after_finish(patch, lambda bucket: bucket.group.all_reduce(bucket.flat))
+    after_finish(patch, lambda bucket: bucket.group.all_reduce(bucket.content))
 
 
 @bug("ddp", "dp=2", micro_batches=2)
@@ -134,7 +134,7 @@ def the_largest_gradient_wins(patch: Patch) -> None:
     def start(self: BucketReducer) -> None:
         while self._next < len(self.buckets) and not self.buckets[self._next].missing:
             bucket = self.buckets[self._next]
-            bucket.handle = bucket.group.all_reduce(bucket.flat, "max", async_op=True, tag="gradients/step")
+            bucket.handle = bucket.group.all_reduce(bucket.content, "max", async_op=True, tag="gradients/step")
             self._next += 1
 
     patch.setattr(BucketReducer, "_start_ready", start)
