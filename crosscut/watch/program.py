@@ -19,7 +19,7 @@ from crosscut.comm.site import short_path
 from crosscut.watch.folder import look_at, path_of
 from crosscut.watch.lanes import INIT
 from crosscut.watch.reading import RingFile
-from crosscut.watch.recorder import RUN, Observer, Recorder, obey, record_context
+from crosscut.watch.recorder import RUN, Observer, Recorder, obey
 from crosscut.watch.ring import SET_UP, process_start
 
 MONITORED = "CROSSCUT_WATCH_MONITORED"  # somebody watches this run folder already
@@ -188,7 +188,7 @@ def _observe(recorder: Recorder, dist: Any, *, ours: bool) -> None:
 
             def recorded(self: Any, *args: Any, **kwargs: Any) -> None:
                 make(self, *args, **kwargs)
-                record_context(self, recorder)
+                self.observe(recorder)
 
             context.__init__ = recorded
     else:

@@ -32,7 +32,6 @@ from crosscut.watch.ring import RingWriter
 
 if TYPE_CHECKING:
     from crosscut.comm.call import Call
-    from crosscut.comm.context import Context
     from crosscut.comm.intercept import Asked, InterceptedGroup, Running
 
 RUN = "CROSSCUT_WATCH_RUN"  # the run folder, for the ranks that a watched process starts
@@ -185,11 +184,6 @@ class _Recorded:
         if self._open:
             self._open = False
             self._recorder.complete(self._number)
-
-
-def record_context(ctx: Context, recorder: Recorder) -> None:
-    """Record the calls of a crosscut `Context`, in the groups that it has and in those that it makes."""
-    ctx.observe(recorder)
 
 
 def _num_bytes(call: Call, size: int) -> int:
