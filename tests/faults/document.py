@@ -46,7 +46,7 @@ How it was counted:
 - Seconds go to the first word of any rank. The analyser's are those of the dumps, taken when the first rank gave up,
   or at the end of a job that did not notice; starting it comes on top.
 - "silent": the program ends as if nothing were wrong. "hangs": it does not end. "false alarm": the tool stops it though
-  nothing has happened yet, which does not count as reported.
+  nothing has happened yet, which does not count as reported. "rank 0/1": both are named.
 - What a launcher adds (which process ended first, and with which code) is in none of the four columns.
 
 So that each could say its best: on Gloo, DETAIL crashes DDP's constructor in a logging call, which was left out. Gloo
@@ -83,7 +83,9 @@ def write(path, outcomes, said, took_s):
     by_name = {one.name: answers for one, answers in said}
     stock = [(one, out, by_name[one.name]) for one, out in outcomes if one.name in by_name]
     text += BESIDE.format(torch=torch.__version__.partition("+")[0]) + _summary(stock) + RULES
-    text += "\n## Every fault in a stock program\n\n" + _beside([row for row in stock if not row[0].is_clean])
+    text += "\n## Every fault in a stock program\n\nUnder *rank* stands the one at fault.\n\n" + _beside(
+        [row for row in stock if not row[0].is_clean]
+    )
     text += "\n## crosscut runs, and stock programs on `shm`\n\n"
     text += _alone([(one, out) for one, out in faults if one.name not in by_name])
     text += "\n## Clean runs\n\n" + _clean([(one, out, by_name.get(one.name)) for one, out in outcomes if one.is_clean])
@@ -124,23 +126,25 @@ def _summary(stock):
 
 
 def _ours(scenario, out):
-    wrong = "" if out.right_culprit(scenario) and out.right_kind(scenario) else " (wrong)"
-    after = "" if out.seconds is None else f", {out.seconds:.1f} s"
-    return f"rank {','.join(map(str, out.culprits))}{wrong}{after}" if out.detected else "silent"
+    if not out.detected:
+        return "silent"
+    who = "rank" if out.right_culprit(scenario) and out.right_kind(scenario) else "wrong:"
+    after = "" if out.seconds is None else f", {out.seconds:.1f}\N{NO-BREAK SPACE}s"
+    return f"{who} {'/'.join(map(str, out.culprits))}{after}"
 
 
 def _fault(scenario, out):
     lost = "" if out.lost is None else out.lost
-    return [scenario.name, ",".join(map(str, scenario.at_fault)), out.verdict, _ours(scenario, out), lost]
+    return [scenario.name, "/".join(map(str, scenario.at_fault)), out.verdict, _ours(scenario, out), lost]
 
 
 def _beside(rows):
-    head = ["scenario", "at fault", "verdict", "crosscut", "lost", *NAMES]
+    head = ["scenario", "rank", "verdict", "crosscut", "lost", *NAMES]
     return _table(head, [[*_fault(one, out), *map(str, own)] for one, out, own in rows])
 
 
 def _alone(rows):
-    return _table(["scenario", "at fault", "verdict", "crosscut", "lost"], [_fault(one, out) for one, out in rows])
+    return _table(["scenario", "rank", "verdict", "crosscut", "lost"], [_fault(one, out) for one, out in rows])
 
 
 def _clean(rows):

@@ -64,9 +64,9 @@ class Said:
     def __str__(self):
         if not self.detected:
             return "false alarm" if self.alarm else "hangs" if self.hangs else "silent"
-        who = f"rank {' or '.join(map(str, self.named))}" if self.named else "no rank"
-        who = "any rank" if self.all_named else who if self.right or not self.named else f"{who} (wrong)"
-        return f"{who}, {self.seconds:.1f} s"
+        who = f"rank {'/'.join(map(str, self.named))}" if self.named else "no rank"
+        who = "any rank" if self.all_named else who if self.right or not self.named else who.replace("rank", "wrong:")
+        return f"{who}, {self.seconds:.1f}\N{NO-BREAK SPACE}s"
 
 
 def fits(scenario):
