@@ -152,8 +152,8 @@ def _leaves_out(case: Case, own: Record, theirs: Record) -> bool:
 
 def _all_came(case: Case) -> Verdict | None:
     """Calls that every rank has come to and that do not end."""
-    stuck = [(record, rank) for rank, records in case.open.items() for record in records if not record.is_async]
-    stuck = [(record, rank) for record, rank in stuck if case.facts[rank].alive]
+    stuck = [(record, rank) for rank, records in case.open.items() for record in records if case.facts[rank].alive]
+    stuck = [(record, rank) for record, rank in stuck if not record.is_async or record.waiting]
     if not stuck:
         return None
     record, _ = min(stuck, key=lambda one: one[0].entered)
