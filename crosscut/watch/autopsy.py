@@ -19,8 +19,8 @@ from crosscut.watch.stragglers import exposed_waits, find_straggler, waits_table
 from crosscut.watch.waiting import NOT_STARTED, waiting
 
 _ADVICE = {
-    "missing_call": "make the call on every rank of the group, or on none: look for a branch or a loop bound that "
-    "differs between ranks before it",
+    "missing_call": "make the call on every rank of the group, or on none, and nowhere later than the others: look for "
+    "a branch or a loop bound that differs between ranks before it",
     "order": "make the calls in the same order on every rank",
     "mismatch": "make op, shape, dtype, root and reduction equal on all ranks of the group",
     "waiting_cycle": "make calls over different groups in the same order on all ranks; of two that exchange, one "
@@ -96,7 +96,7 @@ def _crash(case: Case) -> Verdict | None:
     if fact.failure is not None:
         kind = fact.failure.kind
         at = f" at {fact.failure.site}" if fact.failure.site else ""
-        sentence = f"rank {rank} of {case.world_size} raised {fact.failure.line}{at}{where}"
+        sentence = f"rank {rank} of {case.world_size} raised {fact.failure.said}{at}{where}"
         lines = fact.failure.traceback.splitlines()[-12:]
     else:
         kind = "oom" if fact.oom_killed and fact.exit_code == -9 else "dead_rank"

@@ -81,7 +81,7 @@ class Case:
 
     def folded(self, culprits: list[int]) -> list[str]:
         others = [
-            f"rank {rank}: {one_line(fact.failure.line, 160)}"
+            f"rank {rank}: {one_line(fact.failure.said, 160)}"
             for rank, fact in sorted(self.facts.items())
             if fact.failure is not None and rank not in culprits
         ]

@@ -7,6 +7,7 @@ import signal
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from crosscut.comm.errors import one_line
 from crosscut.watch.reading import Ring
 
 SCHEMA, VERSION = "crosscut.why", 1
@@ -19,6 +20,7 @@ _SECONDARY = re.compile(
     r"PeerError|StuckError|DistBackendError|DistNetworkError|NCCL (error|communicator was aborted)|Application timeout",
     re.IGNORECASE,
 )
+_CARRIED = "Traceback (most recent call last)"
 _OWN = re.compile(r"EADDRINUSE|already in use", re.IGNORECASE)  # an error of the network that is this rank's own
 _OOM = re.compile(r"OutOfMemory|MemoryError|can't allocate memory|not enough memory|out of memory", re.IGNORECASE)
 _DISK = re.compile(r"No space left on device|ENOSPC|disk quota exceeded|file write failed", re.IGNORECASE)
@@ -33,6 +35,12 @@ class Failure:
     time_s: float = 0.0  # since 1970
     traceback: str = ""
     in_call: bool = False  # raised while a recorded call was under way
+
+    @property
+    def said(self) -> str:
+        """The error in a line. That of a process that loads data carries a traceback of its own, which ends with it."""
+        lines = [line.strip() for line in self.traceback.splitlines() if line.strip()]
+        return f"{lines[-1]} (in a worker process)" if _CARRIED in self.line and lines else one_line(self.line, 300)
 
     @property
     def kind(self) -> str:

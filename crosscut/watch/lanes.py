@@ -221,6 +221,8 @@ class _Tellable:
         if not (skipped or extra or permuted):  # too little has followed: earlier steps have to tell
             skipped = next((k for k in range(1, len(b)) if b[k] == a[0]), 0)
             skipped = skipped or int(self.next.get(_full(theirs), Counter())[_full(own)] > 0)
+            usual = self.next.get(self.before or (), Counter())  # a call that is made now and then: all or none make it
+            skipped = skipped or int(usual[_full(own)] > 0 and usual[_full(theirs)] > 0)
         number = f"#{self.at}"
         shortest = min((k for k in (skipped, extra, permuted) if k), default=0)  # a loop fits many ways: the least
         if skipped and skipped == shortest:

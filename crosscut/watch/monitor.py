@@ -24,7 +24,7 @@ def main(words: list[str]) -> int:
     found = dog.watch(stop)
     rings = dog.rings()
     if found is not None:
-        print("\n".join(["crosscut watch:", *found.lines()]), file=sys.stderr, flush=True)
+        print("\n".join(["crosscut watch:", *found.lines(), f"run: {run}"]), file=sys.stderr, flush=True)
         end_ranks(run, rings)
     for rank in rings:
         path_of(run, rank, "stop").unlink(missing_ok=True)

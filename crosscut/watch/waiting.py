@@ -46,7 +46,9 @@ def _missing(case: Case, roots: list[int], waits: Waits) -> Verdict:
     found = case.verdict(
         "stuck_outside", f"{sentence}; {came}{_stands(case, absent[0])}", absent, record, case.stacks(absent)
     )
-    if absent[0] not in case.rings or case.rings[absent[0]].section == SET_UP:
+    if absent[0] in case.rings and case.facts[absent[0]].state == "stopped":
+        found.advice = f"kill -CONT {case.rings[absent[0]].pid} lets it go on; it was stopped from outside"
+    elif absent[0] not in case.rings or case.rings[absent[0]].section == SET_UP:
         found.advice = _SLOW_SET_UP
     return found
 

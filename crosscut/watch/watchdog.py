@@ -257,7 +257,9 @@ def end_ranks(run: Path, rings: Mapping[int, Ring]) -> None:
             handle = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
             os.write(handle, b"3")
             os.close(handle)
-    deadline = time.monotonic() + (0.5 if any(path_of(run, ring.rank, "stop").exists() for ring in own) else 0.0)
+    heard = any(path_of(run, ring.rank, "stop").exists() for ring in own)
+    ending = any(ring.ended == FAILED for ring in own)  # by its exception: with its own exit code, if it is let
+    deadline = time.monotonic() + (1.5 if ending else 0.5 if heard else 0.0)
     while time.monotonic() < deadline and any(look_at(ring)[0] for ring in own):
         time.sleep(0.02)
     for ring in own:
