@@ -81,7 +81,7 @@ MISTAKES = [
     ("hand", "root", 1, ("mismatch",)),
     ("hand", "splits", 1, ("mismatch",)),
     ("hand", "branch", 1, ("mismatch", "order")),
-    ("hand", "seed", 2, ("order",)),
+    ("hand", "seed", 2, LEFT),  # a call that is made now and then: one too many here, or left out there
     ("hand", "draw", 0, LEFT),
     ("hand", "no step", 2, ("desync",)),
     ("messages", "length", 1, ("mismatch",)),
