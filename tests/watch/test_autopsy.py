@@ -467,3 +467,16 @@ def test_equal_numbers_of_calls_are_told_once_and_a_long_error_says_that_it_was_
     (line,) = Case(even, 2).folded([0])
     assert line.endswith("...")
     assert len(line) < 180
+
+
+def test_a_call_that_is_made_now_and_then_and_left_out_by_one_rank():
+    """Its next step's call meets the others' and the job crashes there: nothing that follows tells what it was."""
+    lane = world(3)
+    programs = {}
+    for rank in range(3):
+        programs[rank] = [reduce(lane, "ddp.py:10", (17,))] * 5 + [reduce(lane, "log.py:3", ())]
+        programs[rank] += [reduce(lane, "ddp.py:10", (17,))] * 5 + [reduce(lane, "log.py:3", ())]
+    programs[1][-1] = reduce(lane, "ddp.py:10", (17,))
+    found = verdict_of(programs)
+    assert (found.verdict, found.culprits, found.seq) == ("missing_call", [1], 12)
+    assert "rank 1 never made that call" in found.text
