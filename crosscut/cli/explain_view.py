@@ -50,6 +50,8 @@ def _headline(plan: Plan, origin: str) -> Text:
     text.append(f"  {plan.num_parameters:,} parameters", style="")
     tokens = f" x {plan.seq} tokens" if plan.seq is not None else ""
     text.append(f"  ·  batch {plan.batch}{tokens}  ·  {layout.precision.compute}", style="")
+    if layout.precision.reduce != layout.precision.compute:
+        text.append(f", gradients travel in {layout.precision.reduce}", style="")
     text.append("\n  ")
     text.append(axes_in_color(layout.mesh.describe()))
     words = layout.describe().split()[1:]

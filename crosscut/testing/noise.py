@@ -1,9 +1,9 @@
 """How far correct runs are apart below fp64: the one-device step with its sums in other orders, against fp64.
 
 Parallel code adds the same numbers in other orders: over micro-batches and data ranks (rows), over tensor ranks (the
-inner dim of a product). So the reference is run with its rows in other orders and pieces, and with every Linear's inner
-product split and added up piece by piece. The largest distance of these runs from the fp64 run is the noise of a
-tensor.
+inner dim of a product, in forward and for the gradient of the input). So the reference is run with its rows in other
+orders and pieces, and with every Linear's inner products split and added up piece by piece. The largest distance of
+these runs from the fp64 run is the noise of a tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ ORDERS = ((1, 1), (2, 1), (1, 2), (2, 3), (4, 2), (8, 4))  # (pieces of rows, pi
 
 
 class SplitSums(TorchFunctionMode):
-    """Computes every F.linear as the sum of `pieces` products over parts of the inner dim, as tensor ranks do."""
+    """Computes every F.linear as tensor ranks do: the weight's rows in `pieces`, whose gradients of the input are added
+    up, and for each of them a sum of `pieces` products over parts of the inner dim."""
 
     def __init__(self, pieces: int) -> None:
         super().__init__()
@@ -35,11 +36,16 @@ class SplitSums(TorchFunctionMode):
         return self._linear(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows = [self._product(input, part) for part in weight.chunk(self.pieces)]
+        out = torch.cat(rows, -1)
+        return out if bias is None else out + bias
+
+    def _product(self, input: Tensor, weight: Tensor) -> Tensor:
         parts = zip(input.chunk(self.pieces, -1), weight.chunk(self.pieces, -1), strict=True)
         first, *rest = [x @ w.T for x, w in parts]
         for part in rest:
             first = first + part
-        return first if bias is None else first + bias
+        return first
 
 
 def noisy_reference(

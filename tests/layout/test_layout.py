@@ -103,6 +103,12 @@ def test_adjusted_flags_win() -> None:
 def test_fp64_is_reduced_in_fp64() -> None:
     assert Layout.of(compute="fp64").precision.reduce == "fp64"
     assert Layout.of(compute="bf16").precision.reduce == "fp32"
+    assert [Layout.of(compute=c).precision.master for c in ("fp64", "fp32", "bf16")] == ["fp64", "fp32", "fp32"]
+    assert Layout.of(compute="fp64").adjusted(compute="bf16").precision.reduce == "fp32"
+    by_hand = Layout.of(compute="bf16", reduce="bf16")
+    assert by_hand.adjusted(compute="fp32").precision.reduce == "bf16"
+    with pytest.raises(LayoutError, match="loses what"):
+        by_hand.adjusted(compute="fp64")
     with pytest.raises(LayoutError, match="loses what compute"):
         Layout.of(compute="fp64", reduce="fp32")
 

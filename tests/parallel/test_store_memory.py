@@ -26,9 +26,9 @@ def sizes() -> tuple[int, int]:
     return sum(p.nbytes for p in module.parameters()), sum(p.nbytes for p in module.layers[0].parameters())
 
 
-def prepared(ctx, zero, micro, reshard="use"):  # type: ignore[no-untyped-def]
+def prepared(ctx, zero, micro, reshard="use", compute="fp32"):  # type: ignore[no-untyped-def]
     """A model, its AdamW after one step, and a tiny batch: activations are small beside the parameters."""
-    layout = Layout.of({"dp": ctx.world_size}, zero=zero, micro_batches=micro, reshard=reshard)
+    layout = Layout.of({"dp": ctx.world_size}, zero=zero, micro_batches=micro, reshard=reshard, compute=compute)
     model = distribute(partial(Transformer, CFG), transformer_dims(CFG), layout, ctx, loss_fn=next_token_loss)
     optimizer = model.optimizer(torch.optim.AdamW, lr=1e-3)
     ids = torch.randint(64, (ctx.world_size * micro, 9), generator=torch.Generator().manual_seed(2))
@@ -44,16 +44,16 @@ def resident(model, optimizer) -> int:  # type: ignore[no-untyped-def]
     tensors = [*model.module.parameters(), *(p for _, p in model.named_parameters())]
     for unit in model._sharder.units:
         tensors += [t for piece in unit.pieces for t in (piece.whole, piece.shard)]
-        tensors += [unit.grad] if unit.grad is not None else []
+        tensors += [t for t in (unit.grad, unit._kept) if t is not None]
     tensors += [p.grad for p in tensors if p.grad is not None]
     tensors += [t for state in optimizer.state.values() for t in state.values()]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 
 
-def most_resident(ctx, zero):  # type: ignore[no-untyped-def]
+def most_resident(ctx, zero, compute="fp32"):  # type: ignore[no-untyped-def]
     """At the end of a step's backward, or between its micro-batches, where the gradients of ZeRO-1 are whole."""
-    model, optimizer, batch = prepared(ctx, zero, micro=2)
+    model, optimizer, batch = prepared(ctx, zero, micro=2, compute=compute)
     seen = []
     if zero == 1:
         model.module.register_forward_pre_hook(lambda *_: seen.append(resident(model, optimizer)))
@@ -71,6 +71,17 @@ def test_resident_bytes_are_those_of_the_formulas(zero: int, size: int) -> None:
     kept = [whole, whole, 2 * whole]
     want = sum(part / size if 3 - i <= zero else part for i, part in enumerate(kept))
     for got in spawn(most_resident, zero, world_size=size, backend="threads"):
+        assert abs(got / want - 1) < 0.02, (got, want)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_resident_bytes_in_bf16_are_narrow_copies_and_wide_masters(zero: int) -> None:
+    """Half of P where whole parameters are kept, and P of masters, P of gradients, 2 P of state, divided as in fp32:
+    the masters are where the state is."""
+    whole, _ = sizes()
+    masters, grads, state = (whole / (2 if zero >= stage else 1) for stage in (1, 2, 1))
+    want = whole / 2 * (zero < 3) + masters + grads + 2 * state
+    for got in spawn(most_resident, zero, "bf16", world_size=2, backend="threads"):
         assert abs(got / want - 1) < 0.02, (got, want)
 
 

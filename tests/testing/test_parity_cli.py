@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import runpy
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,44 @@ def test_below_fp64_correct_runs_are_inside_and_a_wrong_one_is_not() -> None:
     for name, errors in found:
         assert len(errors) >= 6 * 10, name
         assert 0 < max(errors) < 1, name
+
+
+FEW = {
+    "dp=3 micro_batches=2 zero=2 transformer", "rep=2,dp=2 zero=3 transformer", "tp=3 micro_batches=2 sp transformer",
+    "dp=2,tp=2 sp zero=3 transformer", "pp=3 micro_batches=4 transformer", "tp=4 transformer", "tp=3 mlp",
+    "pp=2,dp=2,tp=2 micro_batches=2 sp zero=3 transformer", "dp=2 micro_batches=2 zero=1 transformer",
+}  # fmt: skip
+
+
+def test_layouts_in_bf16_are_inside_the_noise_of_one_device_and_send_what_was_predicted() -> None:
+    """A few of the small matrix (all of it: docs/parity.md)."""
+    cells = [cell for cell in matrix.small() if str(cell) in FEW]
+    assert len(cells) == len(FEW)
+    for row in matrix.run_matrix(cells, dtype="bf16"):
+        assert row.outcome == "equal", (row.cell, row.why)
+        assert row.verdict is not None
+        assert 0 < row.verdict.worst.error_over_bound < 0.5
+
+
+@pytest.mark.parametrize(
+    "name, says, over",
+    [
+        ("a_norm_gradient_is_divided_by_tp", r"attn_norm.weight.grad is 0\.\d+ x .* = 1/tp: a sum over tp is miss", 3),
+        ("gradients_are_averaged", r"head.weight.grad is 0\.33\d+ x the reference on every element = 1/dp", 30),
+        ("norm_gradients_are_not_summed_over_tp", r"norm.weight.grad differs .*: the sum over tp is missing", 30),
+        ("a_micro_batch_is_lost", r"head.weight.grad lacks the contribution of micro-batch 1", 10),
+        ("zero_grad_is_forgotten", r"the sum of this step's and that of the step before: it was not set to zero", 10),
+        ("every_replica_counts", r"the gradient norm counts what several ranks hold once on each of them", 10),
+    ],
+)
+def test_a_bug_is_seen_and_named_through_the_noise_of_bf16(name, says, over) -> None:  # type: ignore[no-untyped-def]
+    from tests.mutations.bugs import BUGS
+    from tests.mutations.score import try_bug
+
+    result = try_bug(replace(next(bug for bug in BUGS if bug.name == name), says=says), dtype="bf16")
+    assert result.found == "parity"
+    assert result.named, result.text
+    assert result.error_over_bound > over
 
 
 def test_reference_in_pieces_is_the_reference() -> None:
