@@ -244,7 +244,10 @@ def misused(ctx, kind):
     if kind == "differ":
         cc.ShardedOptimizer([("w", nn.Parameter(torch.ones(2 + ctx.rank)))], torch.optim.SGD, group=ctx)
     w = nn.Parameter(torch.ones(4, 3))
-    opt = cc.ShardedOptimizer([w], torch.optim.SGD, group=ctx, lr=0.1, momentum=0.9)
+    lr = 0.1 * (1 + ctx.rank) if kind == "options" else 0.1
+    opt = cc.ShardedOptimizer([w], torch.optim.SGD, group=ctx, lr=lr, momentum=0.9)
+    if kind == "two":
+        cc.ShardedOptimizer([("w", w)], torch.optim.AdamW, group=ctx)
     w.grad = torch.ones_like(w)
     if kind == "state":
         opt.step()
@@ -262,6 +265,8 @@ def misused(ctx, kind):
     "kind, message",
     [
         ("differ", r"'w' is float32 \(2,\) on rank 0, but rank 1 has float32 \(3,\) in its place"),
+        ("options", r"'its optimizer' is SGD with .*'lr': 0.1.* on rank 0, but rank 1 has SGD with .*'lr': 0.2"),
+        ("two", r"another ShardedOptimizer steps 'w' already; use one for all, or delete the first"),
         ("state", r"the state 'momentum_buffer' to load for 'parameter 0' has shape \(3, 4\), the parameter \(4, 3\)"),
         ("moved", r"'parameter 0' was moved or converted since; make the optimizer after that"),
         ("sparse", r"the gradient of 'parameter 0' is sparse; use sparse=False"),
@@ -270,6 +275,19 @@ def misused(ctx, kind):
 def test_refusals(kind, message):
     with pytest.raises(ValueError, match=message):
         on_threads(misused, 2, kind)
+
+
+def replaced(ctx):
+    w = nn.Parameter(torch.ones(4, 3))
+    for _ in range(2):
+        opt = cc.ShardedOptimizer([w], torch.optim.SGD, group=ctx, lr=0.1)
+        opt.itself = opt  # a cycle, as a scheduler makes one
+        del opt
+    return True
+
+
+def test_one_that_was_deleted_may_be_replaced():
+    assert on_threads(replaced, 2) == [True, True]
 
 
 class Lamb(torch.optim.Optimizer):

@@ -10,12 +10,15 @@ parameter is updated by every rank. This rank's part is a view of the parameter'
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from crosscut.comm.group import Group
 from crosscut.parallel.elementwise import require_elementwise
@@ -23,6 +26,7 @@ from crosscut.parallel.shard import collect, spread
 from crosscut.parallel.standalone.ranks import Ranks, check_same, copy_from_first, describe, join, owner
 
 BUCKET_BYTES = 25_000_000
+_steppers: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> a weak reference to what steps it
 
 
 @dataclass(eq=False)
@@ -71,7 +75,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(params, self.inner.defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, at any time. Collective. Raises ValueError where ranks add different ones."""
+        """Add parameters, at any time. Collective. Raises ValueError where ranks add different ones or with different
+        options, and for parameters that another ShardedOptimizer steps."""
         super().add_param_group(param_group)
         added = self.param_groups[-1]
         numbered = [f"parameter {i}" for i in range(len(added["params"]))]
@@ -83,10 +88,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         f"ShardedOptimizer: {name!r} is sharded by fully_shard already, and so is the state of any "
                         f"optimizer of it; use {type(self.inner).__name__} itself"
                     )
-            check_same("ShardedOptimizer", self.group, {name: describe(p) for name, p in named.items()})
+                self._refuse_second(name, p)
+            options = {k: v for k, v in added.items() if isinstance(v, str | int | float | tuple | None)}
+            described = {name: describe(p) for name, p in named.items()}
+            described["its optimizer"] = f"{type(self.inner).__name__} with {options}"
+            check_same("ShardedOptimizer", self.group, described)
         except ValueError:
             self.param_groups.pop()
             raise
+        _steppers.update((p, weakref.ref(self)) for p in named.values())
         copy_from_first(self.group, named.values(), "ShardedOptimizer/start")
         self._parts.append([self._part(name, p) for name, p in named.items()])
         options = {key: value for key, value in added.items() if key != "param_names"}
@@ -135,7 +145,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state.clear()
         self._show_state()
 
+    @torch.no_grad()
+    def averaged_gradients(self) -> dict[Tensor, Tensor]:
+        """The gradients that `step` works with, whole, by parameter: averages over the ranks, None counting as zeros.
+        Collective; for whoever looks at them between `step` and `zero_grad`."""
+        found: dict[Tensor, Tensor] = {}
+        for p in (part.param for parts in self._parts for part in parts if part.param.requires_grad):
+            own = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
+            found[p] = self.group.all_reduce(own.clone(), op="avg", tag="gradients/look", kind="control")
+        return found
+
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _refuse_second(self, name: str, p: Tensor) -> None:
+        """Two would each average the gradients and step the parameter."""
+        if p in _steppers and _steppers[p]() is not None:
+            gc.collect()  # one that was let go may be part of a cycle
+            if _steppers[p]() is not None:
+                raise ValueError(
+                    f"ShardedOptimizer: another ShardedOptimizer steps {name!r} already; use one for all, or delete "
+                    f"the first"
+                )
 
     def _hand_down(self) -> None:
         """The inner optimizer works with the options that schedulers and users see and change."""
