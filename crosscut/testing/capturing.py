@@ -7,12 +7,14 @@
     optimizer.zero_grad()
 
 Works in any torch.distributed program, and without one. Which part of a parameter a rank holds is read from DTensor
-placements (FSDP2, tensor parallel) and from a `crosscut.DistributedModel`; a plain tensor counts as replicated (DDP)
-unless `names` says otherwise. Each step is one folder of safetensors files and an index, whole or absent.
+placements (FSDP2, tensor parallel), from a `crosscut.DistributedModel` and from `crosscut.fully_shard`; a plain tensor
+counts as replicated (DDP) unless `names` says otherwise. Each step is one folder of safetensors files and an index,
+whole or absent.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -25,8 +27,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from crosscut.layout.plan import own_rows
 from crosscut.testing.factors import RANKS, Ranges
 
 if TYPE_CHECKING:
@@ -34,11 +38,13 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 INDEX = "index.json"
+WRAP = "_crosscut_wrap"  # where crosscut.fully_shard keeps what a module's hooks share
 WRAPPERS = ("DistributedDataParallel", "DataParallel", "OptimizedModule")
 INNER = ("_orig_mod.", "_checkpoint_wrapped_module.")
 Names = Mapping[str, tuple[str, Any]]
 Record = tuple[str, str, tuple[int, ...] | None, Ranges, Tensor]  # kind, logical name, whole shape, part, values
-_calls: WeakKeyDictionary[Any, dict[str, int]] = WeakKeyDictionary()  # optimizer (one a rank) -> folder -> steps taken
+# optimizer (one a rank) -> (rank, folder) -> (steps taken, steps to take)
+_calls: WeakKeyDictionary[Any, dict[tuple[int, str], tuple[int, int]]] = WeakKeyDictionary()
 
 
 def capture(
@@ -60,23 +66,31 @@ def capture(
     slices, one a dim, with start and stop). ctx: a `crosscut.Context`, where ranks are not those of torch.distributed.
 
     A folder that holds an older capture is replaced. Raises ValueError, on every rank, for a folder with something else
-    in it, a slice that does not fit its tensor, and FSDP1's flat parameters.
+    in it or with the captures of another optimizer that has steps to come, a slice that does not fit its tensor, a disk
+    that is full, and FSDP1's flat parameters.
     """
-    done = _calls.setdefault(optimizer, {})
+    _check(model, optimizer, folder, steps, names)
     root = Path(folder).absolute()
-    step = done.get(str(root), 0)
+    ranks = _Ranks(ctx or getattr(model, "ctx", None))
+    key, done = (ranks.rank, str(root)), _calls.setdefault(optimizer, {})
+    step = done.get(key, (0, steps))[0]
     if step >= steps:
         return False
-    done[str(root)] = step + 1
-    ranks = _Ranks(ctx or getattr(model, "ctx", None))
-    hidden = root / f".step-{step}.tmp"
+    done[key] = step + 1, steps
+    hidden = ranks.unfinished = root / f".step-{step}.tmp"
     records: list[Record] = []
     meta: dict[str, Any] = {}
+    # A ShardedOptimizer averages by itself, and leaves `.grad` as it was.
+    reduced: Mapping[Tensor, Tensor] = getattr(optimizer, "averaged_gradients", dict)()
 
     def look() -> dict[str, Any]:
+        if any(o is not optimizer and key in d and d[key][0] < d[key][1] for o, d in _calls.items()):
+            raise ValueError(
+                f"{root} takes another optimizer's captures in this program; give each a folder of its own"
+            )
         if ranks.rank == 0:
             _prepare(root, hidden, fresh=step == 0)
-        records.extend(_records(model, names))
+        records.extend(_records(model, names, reduced))
         return {"calls": step, **_meta(records, model, optimizer, loss, grad_norm, ranks)}
 
     metas = ranks.together(look)
@@ -107,11 +121,27 @@ def capture(
     return True
 
 
+def _check(model: Any, optimizer: Any, folder: Any, steps: int, names: Any) -> None:
+    """Raise ValueError for arguments of another kind."""
+    module = nn.Module if not hasattr(model, "held_ranges") else object  # a DistributedModel
+    wanted = (model, module), (optimizer, torch.optim.Optimizer), (folder, str | os.PathLike)
+    for (given, kind), what in zip(wanted, ("model", "optimizer", "folder"), strict=True):
+        if not isinstance(given, kind):
+            raise ValueError(f"capture: the {what} is a {type(given).__name__}; call capture(model, optimizer, folder)")
+    if steps < 1:
+        raise ValueError(f"capture: steps={steps} writes nothing; use 1 or more")
+    if names is not None and not (
+        isinstance(names, Mapping) and all(isinstance(v, tuple) and len(v) == 2 for v in names.values())
+    ):
+        raise ValueError(f"capture: names={names!r:.60} must map a name to (name in the whole model, slice or slices)")
+
+
 class _Ranks:
     """The ranks of the program: those of a Context, of torch.distributed, or one."""
 
     def __init__(self, ctx: Any) -> None:
         self.ctx = ctx
+        self.unfinished: Path | None = None  # what goes if the work fails
         distributed = ctx is None and dist.is_available() and dist.is_initialized()
         self.rank = ctx.rank if ctx is not None else dist.get_rank() if distributed else 0
         self.size = ctx.world_size if ctx is not None else dist.get_world_size() if distributed else 1
@@ -131,11 +161,18 @@ class _Ranks:
         mine: tuple[str | None, Any] = (None, None)
         try:
             mine = (None, work())
-        except (ValueError, OSError) as error:
-            mine = (f"{error.strerror}: {error.filename}" if isinstance(error, OSError) else str(error), None)
+        except Exception as error:  # whatever it is: the other ranks wait
+            said = f"{type(error).__name__}: {error}"
+            if isinstance(error, OSError) and error.filename:
+                said = f"{error.strerror}: {error.filename}"
+            elif isinstance(error, SafetensorError):
+                said = f"{self.unfinished}: {error}"
+            mine = (str(error) if isinstance(error, ValueError) else said, None)
         both = self.gather(mine)
         for rank, (said, _) in enumerate(both):
             if said is not None:
+                if self.rank == 0 and self.unfinished is not None:
+                    shutil.rmtree(self.unfinished, ignore_errors=True)
                 raise ValueError(f"capture: {said}" + (f" (rank {rank})" if self.size > 1 else ""))
         return [value for _, value in both]
 
@@ -157,11 +194,19 @@ def _prepare(root: Path, hidden: Path, fresh: bool) -> None:
 # ---- what a rank holds ----------------------------------------------------------------------------------------------
 
 
-def _records(model: Any, names: Names | None) -> Iterator[Record]:
-    """This rank's updated parameters and their gradients, each with its place in the whole model."""
+def _records(model: Any, names: Names | None, reduced: Mapping[Tensor, Tensor]) -> Iterator[Record]:
+    """This rank's updated parameters and their gradients, each with its place in the whole model. reduced: gradients
+    that are not the parameters' own."""
+    seen: set[str] = set()
     for name, p, place in _parameters(model, names or {}):
-        for kind, value in (("gradient", p.grad), ("parameter", p.detach())):
+        if p.is_complex():
+            raise ValueError(f"{name} is {p.dtype}, and only real numbers can be compared; capture a model without it")
+        if name in seen and names:
+            raise ValueError(f"names gives {name!r} to two parameters of this rank; give each its own")
+        seen.add(name)
+        for kind, value in (("gradient", reduced.get(p, p.grad)), ("parameter", p.detach())):
             if value is not None:
+                value = value.to_dense() if value.is_sparse else value
                 shape, ranges, local = place(value)
                 if tuple(sum(b - a for a, b in dim) for dim in ranges) != tuple(local.shape):
                     raise ValueError(f"{name}: its slice {_text(ranges)} does not fit its shape {tuple(local.shape)}")
@@ -182,9 +227,10 @@ def _parameters(model: Any, names: Names) -> Iterator[tuple[str, nn.Parameter, P
             yield plan.tied_to or name, p, partial(_at, plan.shape, ranges)
         return
     while type(model).__name__ in WRAPPERS:
-        model = model.module if hasattr(model, "module") else model._orig_mod
+        model = model._orig_mod if type(model).__name__ == "OptimizedModule" else model.module
     if any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
         raise ValueError("FSDP1 keeps flat parameters that do not say what they hold; use fully_shard (FSDP2)")
+    shards = _shards(model)
     unknown = set(names) - {clean(name) for name, _ in model.named_parameters()}
     if unknown:
         raise ValueError(f"names has {sorted(unknown)[0]!r}, which is no parameter of {type(model).__name__}")
@@ -194,7 +240,18 @@ def _parameters(model: Any, names: Names) -> Iterator[tuple[str, nn.Parameter, P
             logical, where = names[name]
             yield logical, p, partial(_at, None, _slices(where, p, name))
         else:
-            yield name, p, _place
+            yield name, p, shards.get(p, _place)
+
+
+def _shards(model: nn.Module) -> dict[Tensor, Place]:
+    """The places of the shards of `crosscut.fully_shard`: rows, as torch.chunk cuts them."""
+    found: dict[Tensor, Place] = {}
+    for unit in (unit for m in model.modules() for unit in getattr(m.__dict__.get(WRAP), "units", ())):
+        for piece in unit.pieces:
+            shape = tuple(piece.whole.shape)
+            rows = own_rows(shape[0], unit.group.rank, unit.group.size)
+            found[piece.shard] = partial(_at, shape, ((rows,), *(((0, n),) for n in shape[1:])))
+    return found
 
 
 def _at(shape: tuple[int, ...] | None, ranges: Ranges, x: Tensor) -> tuple[tuple[int, ...] | None, Ranges, Tensor]:
@@ -248,17 +305,18 @@ def _text(ranges: Ranges) -> str:
 
 
 def _meta(records: Sequence[Record], model: Any, optimizer: Any, loss: Any, grad_norm: Any, ranks: _Ranks) -> dict:
-    value, tokens = loss if isinstance(loss, tuple) else (loss, None)
+    value, tokens = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, None)
     lrs = sorted({float(g["lr"]) for g in optimizer.param_groups if "lr" in g})
     plain = optimizer.param_groups[0]
     return {
         "tensors": [(k, n, s, r, str(x.dtype).removeprefix("torch."), digest(x)) for k, n, s, r, x in records],
         "loss": None if value is None else _number(value),
-        "tokens": None if tokens is None else int(tokens),
+        "tokens": None if tokens is None else _count(tokens),
         "grad_norm": None if grad_norm is None else _number(grad_norm),
         "place": _where(model, ranks),
+        "computes": _computes(model),
         "optimizer": {
-            "class": type(optimizer).__name__,
+            "class": type(getattr(optimizer, "inner", optimizer)).__name__,
             "lr": lrs,
             **{k: plain[k] for k in ("momentum", "weight_decay", "nesterov") if k in plain},
         },
@@ -268,7 +326,28 @@ def _meta(records: Sequence[Record], model: Any, optimizer: Any, loss: Any, grad
 def _number(x: Any) -> float:
     """A float of a number, a tensor or a DTensor of one number."""
     x = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return float(x.detach()) if isinstance(x, Tensor) else float(x)
+    try:
+        return float(x.detach()) if isinstance(x, Tensor) else float(x)
+    except (TypeError, ValueError, RuntimeError):
+        shown = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+        raise ValueError(f"{shown:.60} is no number; loss is one number or (loss, num_tokens)") from None
+
+
+def _computes(model: Any) -> list[str]:
+    """The dtypes that modules compute in where their parameters do not say it: under mixed precision."""
+    if hasattr(model, "held_ranges"):  # a DistributedModel
+        return {"bf16": ["bfloat16"], "fp16": ["float16"]}.get(model.layout.precision.compute, [])
+    found = {getattr(m.__dict__.get(WRAP), "compute_dtype", None) for m in model.modules()}
+    parts: list[Any] = [m for m in model.modules() if hasattr(m, "set_reshard_after_forward")]  # of FSDP2
+    with contextlib.suppress(AttributeError):
+        found |= {part._get_fsdp_state()._mp_policy.param_dtype for part in parts}
+    return [str(dtype).removeprefix("torch.") for dtype in found if dtype is not None]
+
+
+def _count(tokens: Any) -> int:
+    if (count := int(tokens)) < 0:
+        raise ValueError(f"loss=(loss, num_tokens): num_tokens is {count}")
+    return count
 
 
 def _where(model: Any, ranks: _Ranks) -> dict[str, tuple[int, int]]:
@@ -307,6 +386,8 @@ def _index(metas: Sequence[Mapping[str, Any]], owners: Mapping[Any, int], step: 
         for kind, name, shape, ranges, dtype, key in meta["tensors"]:
             stops = [max((b for _, b in dim), default=0) for dim in ranges]
             entry = tensors[kind].setdefault(name, {"shape": list(shape or stops), "dtype": dtype, "pieces": []})
+            if len(entry["shape"]) != len(stops):
+                raise ValueError(f"capture: {name} has {len(stops)} dims on rank {rank}, but not on all ranks")
             entry["shape"] = [max(pair) for pair in zip(entry["shape"], shape or stops, strict=True)]
             where = {"ranges": ranges, "file": f"rank-{owners[kind, name, ranges, key]}.safetensors"}
             piece = next((p for p in entry["pieces"] if {k: p[k] for k in where} == where), None)
@@ -323,5 +404,6 @@ def _index(metas: Sequence[Mapping[str, Any]], owners: Mapping[Any, int], step: 
         "grad_norms": [m["grad_norm"] for m in metas],
         "places": [m["place"] for m in metas],
         "optimizer": metas[0]["optimizer"],
+        "computes": sorted({dtype for m in metas for dtype in m["computes"]}),
         "tensors": tensors,
     }

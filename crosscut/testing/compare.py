@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,9 @@ class Capture:
 
     @property
     def dtype(self) -> str:
-        """The narrowest dtype of the parameters."""
+        """The narrowest dtype of the parameters, or of what modules compute in."""
         found = {entry["dtype"] for entry in self.indices[0]["tensors"]["parameter"].values()}
+        found |= set(self.indices[0].get("computes", ()))
         return max(found & set(RTOL), key=lambda name: RTOL[name], default="float32")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -84,10 +86,13 @@ def compare_captures(
         raise ValueError("--noise and --rtol both set the bound; give one")
     if rtol is not None and not 0 < rtol < float("inf"):
         raise ValueError(f"--rtol {rtol:g}: must be above 0 and finite")
+    for path in (run, noise):
+        if path is not None and Path(path).exists() and Path(ref).exists() and Path(ref).samefile(path):
+            raise ValueError(f"{ref} and {path} are one folder, which proves nothing; give two runs")
     ours, theirs = read_capture(ref), read_capture(run)
     check_comparable(ours, theirs)
     _require_finite(ours)
-    others = [theirs]
+    others, widest = [theirs], 0.0
     if noise is not None:
         other = read_capture(noise)
         check_comparable(ours, other)
@@ -100,10 +105,11 @@ def compare_captures(
     else:
         _align(ours, others)
         narrow = max(ours.dtype, theirs.dtype, key=lambda name: RTOL[name])
+        widest = RTOL["bfloat16"] / RTOL[narrow] if rtol is None and narrow == "float32" else 0.0
         rtol, why = (RTOL[narrow], f"the default for {narrow}") if rtol is None else (rtol, "--rtol")
         bounds = relative_bounds(ours.trace, rtol)
         bound = f"{rtol:g} of each tensor's norm ({why})"
-    return Compared(ours, theirs, judge(ours.trace, theirs.trace, bounds, _evidence(ours, theirs)), bound)
+    return Compared(ours, theirs, judge(ours.trace, theirs.trace, bounds, _evidence(ours, theirs, widest)), bound)
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -170,7 +176,7 @@ def _add_step(trace: Trace, path: Path, index: Mapping[str, Any]) -> None:
         (trace.grads if kind == "gradient" else trace.each_params).append(whole)
     terms = [(value, 1 if tokens is None else tokens) for value, tokens in index["losses"] if value is not None]
     total = sum(tokens for _, tokens in terms)
-    trace.losses.append(sum(value * tokens for value, tokens in terms) / max(total, 1))
+    trace.losses.append(sum(value * tokens for value, tokens in terms if tokens) / max(total, 1))
     norms = {rank: value for rank, value in enumerate(index["grad_norms"]) if value is not None}
     trace.norms.append(next(iter(norms.values()), float("nan")))
     values = list(norms.values())
@@ -200,6 +206,13 @@ def check_comparable(ref: Capture, run: Capture) -> None:
 
 
 def _require_finite(ref: Capture) -> None:
+    for what, numbers in (("the loss", ref.trace.losses), ("the gradient norm", ref.trace.norms)):
+        given = ref.has_losses if what == "the loss" else ref.has_norms
+        for step, value in enumerate(numbers if given else (), ref.trace.first_step):
+            if not isfinite(value):
+                raise ValueError(
+                    f"{ref.folder}: {what} is {value} at step {step}, and nothing can be judged by it; give a right run"
+                )
     for what, steps in ((".grad", ref.trace.grads), ("", ref.trace.each_params)):
         for step, tensors in enumerate(steps, ref.trace.first_step):
             bad = next((name for name, value in tensors.items() if not value.isfinite().all()), None)
@@ -213,6 +226,8 @@ def _require_finite(ref: Capture) -> None:
 def _align(ref: Capture, others: Sequence[Capture]) -> None:
     """Compare what all have: losses and norms only if every folder has them, a missing gradient as zeros."""
     every = (ref, *others)
+    for one in others:
+        _as_shares(one, ref)
     for one in every:
         trace = one.trace
         for i, grads in enumerate(trace.grads):
@@ -227,7 +242,18 @@ def _align(ref: Capture, others: Sequence[Capture]) -> None:
                 trace.conflicts.pop(("norm", i + trace.first_step, "grad_norm"), None)
 
 
-def _evidence(ref: Capture, run: Capture) -> Evidence:
+def _as_shares(run: Capture, ref: Capture) -> None:
+    """Losses without numbers of tokens are the ranks' means, or their shares: what they add up to is the loss then."""
+    for i, index in enumerate(run.indices):
+        values = [value for value, _ in index["losses"] if value is not None]
+        if all(tokens is None for _, tokens in index["losses"]) and len(values) > 1:
+            mean, right = run.trace.losses[i], ref.trace.losses[i]
+            run.trace.losses[i] = min(mean, sum(values), key=lambda loss: abs(loss - right))
+
+
+def _evidence(ref: Capture, run: Capture, widest: float) -> Evidence:
+    """What explains differences. widest: up to this multiple of their bounds they may be those of bf16 under autocast,
+    of which nothing can be seen in a capture."""
     places = run.indices[0]["places"]
     sizes = {axis: size for place in places for axis, (_, size) in place.items()}
     if ref.world_size != run.world_size and RANKS not in sizes and run.world_size > max(sizes.values(), default=1):
@@ -244,14 +270,30 @@ def _evidence(ref: Capture, run: Capture) -> Evidence:
     def more(failures: Sequence[Failure]) -> str:
         first = failures[0]
         said = []
-        if first.step == run.trace.first_step and (name := _other_start(ref, run)):
-            said.append(f"the runs start from different weights ({name}): give both the same")
+        kinds = {f.kind for f in failures if f.step == first.step}
+        if kinds == {"loss"}:
+            said.append("all else agrees, so capture was given another number: loss=(mean of the tokens, num_tokens)")
+        if first.kind == "gradient" and not any(
+            bool(g.any()) for g in run.trace.grads[first.step - ref.trace.first_step].values()
+        ):
+            said.append("every gradient is zero: call capture before optimizer.zero_grad()")
+        elif first.step == run.trace.first_step and (start := _other_start(ref, run)):
+            said.append(start)
+        if first.kind == "gradient" and " is the reference" in first.diagnosis and "parameter" not in kinds:
+            said.append(
+                "the updated parameters agree all the same: if the optimizer reduces gradients by itself, leave the "
+                "reduced ones in .grad for capture"
+            )
         tokens = {name: share.tokens for name, share in shares(first.step).items()}
         if first.kind == "gradient" and "no multiple" in first.diagnosis and len(set(tokens.values())) > 1:
             some = ", ".join(f"{name} {n}" for name, n in list(tokens.items())[:8])
             said.append(
                 f"the losses agree, and the ranks hold unequal numbers of tokens ({some}): averaging over ranks then "
                 "makes a mean of means; weigh each rank's loss by its tokens x ranks / all tokens"
+            )
+        if kinds != {"loss"} and max(f.error_over_bound for f in failures) <= widest:
+            said.append(
+                "all differences are small: if the runs compute in bf16 (autocast), give --rtol 0.05 or --noise"
             )
         norm = next((f for f in failures if f.kind == "norm" and f.step == first.step), None)
         if norm is not None and norm is not first and norm.diagnosis.startswith("differs"):
@@ -262,23 +304,35 @@ def _evidence(ref: Capture, run: Capture) -> Evidence:
 
 
 def _other_start(ref: Capture, run: Capture) -> str:
-    """The first parameter whose value before the first step cannot have been the same in both runs, or ''.
+    """What is to be said of the weights before the first step, if they cannot have been the same in both runs, or if
+    those of `run` are not updated.
 
     Plain SGD can be undone; another optimizer's first step moves an element by a few lr at most.
     """
     if ref.trace.first_step or any(len(c.indices[0]["optimizer"]["lr"]) != 1 for c in (ref, run)):
         return ""
 
-    def start(one: Capture, name: str) -> tuple[Tensor, float]:
-        said, p = one.indices[0]["optimizer"], one.trace.each_params[0][name].double()
-        grad, lr = one.trace.grads[0].get(name), said["lr"][0]
+    def start(one: Capture, name: str, p: Tensor) -> tuple[Tensor, float]:
+        said, grad = one.indices[0]["optimizer"], one.trace.grads[0].get(name)
+        lr, eps = said["lr"][0], torch.finfo(p.dtype).eps if p.is_floating_point() else 0.0
         if said["class"] == "SGD" and not said.get("weight_decay") and not said.get("nesterov"):
-            return p if grad is None else p + lr * grad.double(), 0.0
-        return p, 3 * lr * p.numel() ** 0.5
+            step = torch.zeros_like(p).double() if grad is None else lr * grad.double()
+            return p.double() + step, 8 * eps * float(p.double().norm() + step.norm())
+        return p.double(), 3 * lr * p.numel() ** 0.5
 
-    for name in ref.trace.each_params[0]:
-        (a, slack), (b, more) = start(ref, name), start(run, name)
-        near = 1e-4 * float(a.norm()) + slack + more
-        if ("gradient", 0, name) not in run.trace.conflicts and float((a - b).norm()) > near:
-            return name
-    return ""
+    other = ""
+    for name, now in run.trace.each_params[0].items():
+        if ("gradient", 0, name) in run.trace.conflicts:
+            continue
+        before = ref.trace.each_params[0][name]
+        a, slack = start(ref, name, before)
+        for rank, mine in run.trace.conflicts.get(("parameter", 0, name), {0: now}).items():
+            b, more = start(run, name, mine) if mine.shape == now.shape else (a, 0.0)
+            if float((a - b).norm()) <= 1e-4 * float(a.norm()) + slack + more:
+                continue
+            moved, off = float((a - before.double()).norm()), float((a - mine.double()).norm())
+            if not off <= slack + more + 1e-3 * moved:
+                where = f"on rank {rank} " if ("parameter", 0, name) in run.trace.conflicts else ""
+                return f"the runs start {where}from different weights ({name}): give both the same"
+            other = other or "these are the weights before the step: call capture after optimizer.step()"
+    return other

@@ -23,6 +23,7 @@ from crosscut.testing.places import cut_out
 FP64_BOUND = 1e-11
 NOISE_FACTOR = 8.0  # fixed before anything was measured
 FLOOR = 1e-3  # of the largest norm of a kind: below it an error counts as if the tensor were this large
+LOOSE_FLOOR = 0.02  # the same for a relative bound below fp64: what is zero but for rounding is as large as roundings
 DIAGNOSED = 40  # failures that are explained; the rest only follow from the first ones
 Key = tuple[str, int, str]  # kind, step, name
 Part = tuple[tuple[int, ...], Ranges, Tensor]  # whole shape, the ranges of it that a rank holds, and the values there
@@ -189,7 +190,8 @@ def put_together(ranks: Sequence[Mapping[str, Part]]) -> tuple[
             held.setdefault(name, {})[rank] = ranges
             known = first.setdefault((name, ranges), local)
             if known is local:
-                target = whole.setdefault(name, torch.full(shape, float("nan"), dtype=local.dtype))
+                empty = float("nan") if local.is_floating_point() else 0
+                target = whole.setdefault(name, torch.full(shape, empty, dtype=local.dtype))
                 target[_index(ranges)] = local
             elif not torch.equal(known, local):
                 odd.add(name)
@@ -210,18 +212,20 @@ def _index(ranges: Ranges) -> tuple[Tensor, ...]:
     return tuple(x.view([-1 if i == d else 1 for i in range(len(flat))]) for d, x in enumerate(flat))
 
 
-def scales(ref: Mapping[Key, Tensor]) -> dict[Key, float]:
-    """The size that an error is measured against: the norm, but at least FLOOR of the largest of its kind and step."""
-    norms = {key: float(x.norm()) for key, x in ref.items()}
+def scales(ref: Mapping[Key, Tensor], floor: float = FLOOR) -> dict[Key, float]:
+    """The size that an error is measured against: the norm, but at least `floor` of the largest of its kind and
+    step."""
+    norms = {key: float(x.double().norm()) for key, x in ref.items()}
     largest: dict[tuple[str, int], float] = {}
     for (kind, step, _), norm in norms.items():
         largest[kind, step] = max(largest.get((kind, step), 0.0), norm)
-    return {key: max(norm, FLOOR * largest[key[:2]], 1e-300) for key, norm in norms.items()}
+    return {key: max(norm, floor * largest[key[:2]], 1e-300) for key, norm in norms.items()}
 
 
 def relative_bounds(ref: Trace, rtol: float) -> dict[Key, float]:
     """The bound of each tensor: rtol of its scale."""
-    return {key: rtol * scale for key, scale in scales(ref.entries()).items()}
+    floor = FLOOR if rtol <= FP64_BOUND else LOOSE_FLOOR
+    return {key: rtol * scale for key, scale in scales(ref.entries(), floor).items()}
 
 
 def noise_bounds(ref: Trace, others: Sequence[Trace], eps: float) -> dict[Key, float]:

@@ -184,13 +184,14 @@ def test_a_reference_that_is_not_finite_is_refused(tmp_path, capsys):  # type: i
         capture(model, torch.optim.SGD(model.parameters(), lr=0.1), tmp_path / folder)
     good, bad = str(tmp_path / "good"), str(tmp_path / "bad")
     assert "bad: weight.grad holds NaN or infinite values at step 0" in refused(capsys, bad, good)
-    assert "bad: weight.grad holds NaN" in refused(capsys, good, good, "--noise", bad)
+    assert "bad: weight.grad holds NaN" in refused(capsys, good, str(tmp_path / "bad"), "--noise", bad)
     assert main(["parity", "compare", good, bad]) == 1
 
 
 def test_json_may_come_before_compare_and_a_layout_may_not(ref, tmp_path, capsys):  # type: ignore[no-untyped-def]
-    good = str(ref[False])
-    assert main(["parity", "--json", str(tmp_path / "out.json"), "compare", good, good]) == 0
+    good, again = str(ref[False]), str(tmp_path / "again")
+    shutil.copytree(good, again)
+    assert main(["parity", "--json", str(tmp_path / "out.json"), "compare", good, again]) == 0
     assert json.loads((tmp_path / "out.json").read_text())["equal"] is True
     assert main(["parity", "--mesh", "dp=2", "compare", good, good]) == 2
     assert "drop --mesh" in capsys.readouterr().err
