@@ -1,4 +1,4 @@
-"""`crosscut bench`: measure collectives, or the machine."""
+"""`crosscut bench`: measure collectives, training steps, the recorder, or the machine."""
 
 from __future__ import annotations
 
@@ -37,27 +37,36 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Add the command to the command line."""
     parser = subparsers.add_parser(
         "bench",
-        help="measure the collectives of every back end, whole steps, or the machine",
+        help="measure collectives, whole training steps, what recording costs, or the machine",
         description="; ".join(f"{name}: {text}" for name, text in BENCHES.items())
         + ". Ctrl-C keeps what was measured.",
     )
     parser.add_argument("name", metavar="|".join(BENCHES), help="what to measure")
-    parser.add_argument("--quick", action="store_true", default=None, help="under a minute: few operations and sizes")
-    parser.add_argument("--ops", metavar="OP,...", help=f"which operations, of {', '.join(OPS)} (default: all)")
-    parser.add_argument("--sizes", metavar="SIZE,...", help=f"bytes of the whole array (default {SIZES})")
     parser.add_argument("--world-size", type=int, default=2, metavar="N", help="number of ranks (default 2)")
-    parser.add_argument("--backends", metavar="NAME,...", help=f"of {', '.join(BACKENDS)} (default: all but threads)")
-    parser.add_argument("--algorithms", metavar="NAME,...|all", help="also the algorithms by hand, such as ring")
-    parser.add_argument("--dtype", metavar="NAME", help="fp64, fp32 (default), fp16, bf16, int64, int32, int8, uint8")
-    parser.add_argument("--trials", type=int, metavar="N", help=f"default {TRIALS}, with --quick {QUICK['trials']}")
-    parser.add_argument("--csv", metavar="FILE", help="write the rows as CSV")
-    parser.add_argument("--plot", metavar="FILE.html", help="write curves of time and busbw over size")
-    parser.add_argument("--out", metavar="FILE", help="machine: where to write the profile (default: crosscut's cache)")
-    parser.add_argument("--workloads", metavar="NAME,...", help="steps: of mlp, transformer, transformer-small")
-    parser.add_argument("--parallels", metavar="NAME,...", help="steps: of ddp, fsdp, tp, pp (default: all)")
-    parser.add_argument("--seconds", type=float, metavar="S", help="steps, recorder: of trials for each row (5; 2)")
-    parser.add_argument("--markdown", metavar="FILE", help="steps: write the tables for a document")
+    parser.add_argument(
+        "--backends", metavar="NAME,...", help=f"of {', '.join(BACKENDS)} (default: all but threads; not for recorder)"
+    )
+    parser.add_argument(
+        "--trials", type=int, metavar="N", help=f"default {TRIALS}, with --quick {QUICK['trials']}; not for recorder"
+    )
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", help="of trials for each row: steps (default 5), recorder (default 2)"
+    )
     add_json_argument(parser)
+    of = parser.add_argument_group("bench collectives")
+    of.add_argument("--quick", action="store_true", default=None, help="under a minute: few operations and sizes")
+    of.add_argument("--ops", metavar="OP,...", help=f"which operations, of {', '.join(OPS)} (default: all)")
+    of.add_argument("--sizes", metavar="SIZE,...", help=f"bytes of the whole array (default {SIZES})")
+    of.add_argument("--algorithms", metavar="NAME,...|all", help="also the algorithms by hand, such as ring")
+    of.add_argument("--dtype", metavar="NAME", help="fp64, fp32 (default), fp16, bf16, int64, int32, int8, uint8")
+    of.add_argument("--csv", metavar="FILE", help="write the rows as CSV")
+    of.add_argument("--plot", metavar="FILE.html", help="write curves of time and busbw over size")
+    of = parser.add_argument_group("bench steps")
+    of.add_argument("--workloads", metavar="NAME,...", help="of mlp, transformer, transformer-small (default: all)")
+    of.add_argument("--parallels", metavar="NAME,...", help="of ddp, fsdp, tp, pp (default: all)")
+    of.add_argument("--markdown", metavar="FILE", help="write the tables for a document")
+    of = parser.add_argument_group("bench machine")
+    of.add_argument("--out", metavar="FILE", help="where to write the profile (default: crosscut's cache)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -22,7 +22,7 @@ COMMANDS = {  # name -> (module, one line for --help)
     "parity": ("crosscut.cli.parity", "prove that a layout, or any training program, computes the step of one device"),
     "sample": ("crosscut.cli.sample", "write text with a trained model"),
     "tour": ("crosscut.cli.tour", "see the collectives and the parallelisms at work on small tensors"),
-    "bench": ("crosscut.cli.bench", "measure the collectives of every back end, whole training steps, or the machine"),
+    "bench": ("crosscut.cli.bench", "measure collectives, whole training steps, what recording costs, or the machine"),
     "doctor": ("crosscut.cli.doctor", "look whether training can work here, and say what to change"),
     "why": ("crosscut.cli.why", "say who hung or died, and what came first"),
 }

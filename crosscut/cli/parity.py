@@ -25,28 +25,33 @@ BACKENDS = ("threads", "shm", "gloo")
 DTYPES = ("fp64", "fp32", "bf16")
 SHOWN = 8  # failures printed; --json has all
 COMPARE = """\
-Does your distributed training compute what one device computes? Add three lines to the program:
+Does your distributed training compute what one device computes? Add three
+lines to the program:
 
-    from crosscut.testing import capture                       # 1
+    from crosscut.testing import capture                # 1
     ...
     loss.backward()
     optimizer.step()
-    capture(model, optimizer, "run/", loss=loss)               # 2: after step, before zero_grad
+    capture(model, optimizer, "run/", loss=loss)        # 2: before zero_grad
     optimizer.zero_grad()
 
-Run it once the way you trust (one process, the whole batch, folder "ref/"), once as it is ("run/"), then
+Run it once the way you trust (one process, the whole batch, folder "ref/"),
+once as it is ("run/"), then
 
-    crosscut parity compare ref/ run/                          # 3
+    crosscut parity compare ref/ run/                   # 3
 
 and read one sentence:
 
-    NOT EQUAL: the first to diverge, at step 0: layers.0.norm.weight.grad differs between rank 0 and rank 1, which hold
-    the same part; their mean is the reference: the average over the ranks is missing
+    NOT EQUAL: the first to diverge, at step 0: layers.0.norm.weight.grad
+    differs between rank 0 and rank 1, which hold the same part; their mean
+    is the reference: the average over the ranks is missing
 
-Give both runs the same weights and the same data, and fp64 if you can: model.double() makes the bound 1e-11, and a
-factor shows to ten digits. Plain tensors count as replicated (DDP, hand-written loops); DTensors (FSDP2, tensor
-parallel) say themselves what they hold; for other shards: capture(names={"w": ("w", slice(0, 8))}). Where ranks hold
-unequal numbers of tokens, say loss=(loss, num_tokens). The first three steps are kept.
+Give both runs the same weights and the same data, and fp64 if you can:
+model.double() makes the bound 1e-11, and a factor shows to ten digits. Plain
+tensors count as replicated (DDP, hand-written loops); DTensors (FSDP2, tensor
+parallel) say themselves what they hold; for other shards:
+capture(names={"w": ("w", slice(0, 8))}). Where ranks hold unequal numbers of
+tokens, say loss=(loss, num_tokens). The first three steps are kept.
 """
 
 
@@ -167,7 +172,7 @@ def _layout(args: argparse.Namespace) -> int:
         write_json(args.json, SCHEMA, body)
     if args.json != "-":
         console = _console()
-        console.print(f"{name}, {args.steps} steps in {args.dtype}, against one device in fp64; bound: {how}")
+        console.print(f"{name}, {_count(args.steps, 'step')} in {args.dtype}, against one device in fp64; bound: {how}")
         _show(console, verdict)
     return 0 if verdict.equal else 1
 
@@ -274,10 +279,10 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _header(result: Compared) -> str:
     run, ref = result.run, result.ref
-    ranks = [f"{one.world_size} rank{'s' if one.world_size > 1 else ''}" for one in (run, ref)]
+    ranks = [_count(one.world_size, "rank") for one in (run, ref)]
     return (
-        f"{run.folder} ({ranks[0]}) against {ref.folder} ({ranks[1]}): {len(run.indices)} steps, "
-        f"{len(run.shapes())} parameters in {run.dtype}; bound: {result.bound}"
+        f"{run.folder} ({ranks[0]}) against {ref.folder} ({ranks[1]}): {_count(len(run.indices), 'step')}, "
+        f"{_count(len(run.shapes()), 'parameter')} in {run.dtype}; bound: {result.bound}"
     )
 
 
@@ -289,6 +294,10 @@ def _console() -> Console:
 
     # Piped into a file or another program lines are not folded: one sentence stays one line.
     return Console(highlight=False, markup=True, soft_wrap=not sys.stdout.isatty())
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _show(console: Console, verdict: Verdict) -> None:

@@ -35,7 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--backend",
         default="threads",
         metavar="NAME",
-        help="threads (default: all ranks in this process), gloo or nccl",
+        help="threads (default: all ranks in this process), shm, gloo or nccl",
     )
     parser.add_argument("--form", choices=("gather", "pairs"), help="tp: gather every layer (default), or pairs")
     parser.add_argument("--schedule", metavar="NAME", help="pp: 1f1b (default) or gpipe")

@@ -52,7 +52,7 @@ class _Parser(argparse.ArgumentParser):
     """Every error is one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
+        raise ValueError(message.replace("SCRIPT, ARGS", "SCRIPT"))  # Python up to 3.11 counts ARGS as required
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
