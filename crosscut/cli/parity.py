@@ -97,6 +97,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--seed {args.seed}: must be below 2^62 in size")
     if args.steps < 1:
         raise ValueError(f"--steps {args.steps}: at least one")
+    import torch
+
+    torch.set_num_threads(1)  # the tensors are tiny: threads would wait for each other, most of all those of bf16
     if args.matrix is not None:
         given = sorted(overrides_of(args)) + ["world_size"] * (args.world_size is not None)
         if given:
