@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import importlib
@@ -58,6 +59,7 @@ def install(
     if not watched() and (place is None or place.local_rank == 0):
         start_monitor(folder, hang_timeout)
     os.environ[MONITORED] = "1"  # for the processes that this one starts
+    atexit.register(_at_exit, os.getpid())
     import torch.distributed as dist
 
     _replace_init(dist)
@@ -258,3 +260,10 @@ def finish(exit_code: int) -> None:
     recorder = _state.get("recorder")
     if recorder is not None:
         recorder.ring.end(exit_code)
+
+
+def _at_exit(pid: int) -> None:
+    """Say so where nobody stands around the program. `sys.exit(5)` comes here too: the code is not known."""
+    recorder = _state.get("recorder")
+    if recorder is not None and not recorder.ring.ended and os.getpid() == pid:  # a fork is no rank
+        recorder.ring.end(0)

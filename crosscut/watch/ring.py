@@ -84,6 +84,7 @@ class RingWriter:
     ) -> None:
         self.path, self.rank, self.world_size = Path(path), rank, world_size
         self.step = 0  # of the optimizer: every record carries it
+        self.ended = False
         self._capacity, self._half = capacity, max(1 << 12, 128 * capacity)
         self._text = HEADER_BYTES + capacity * RECORD.size
         self._lanes = self._text + 2 * self._half
@@ -216,6 +217,7 @@ class RingWriter:
 
     def end(self, exit_code: int) -> None:
         """Say that the program has ended by itself."""
+        self.ended = True
         struct.pack_into("<Ii", self._map, AT_LIFE, FAILED if exit_code else FINISHED, exit_code)
 
     def _learn(self, key: tuple[Any, ...]) -> Mark:

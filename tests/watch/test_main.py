@@ -139,10 +139,8 @@ dist.all_reduce(torch.ones(3))
 """
 
 
-@pytest.mark.xdist_group("processes")
-def test_three_lines_in_the_program(tmp_path):
-    """Without the process around it: the first rank starts a monitor, which ends both ranks with exit code 3."""
-    (tmp_path / "train.py").write_text(INSTALLS)
+def run_ranks(tmp_path):
+    """The exit codes of two ranks of train.py, and what rank 0 said."""
     port = str(28000 + os.getpid() % 900)
     environ = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WHERE": "run"}
     environ.update(GLOO_SOCKET_IFNAME="lo", LOCAL_WORLD_SIZE="2")
@@ -153,7 +151,29 @@ def test_three_lines_in_the_program(tmp_path):
         ranks.append(subprocess.Popen([sys.executable, "train.py"], cwd=tmp_path, env=own, stderr=errors))
         errors.close()
     codes = [process.wait(60) for process in ranks]
-    said = (tmp_path / "0.err").read_text()
+    return codes, (tmp_path / "0.err").read_text()
+
+
+@pytest.mark.xdist_group("processes")
+def test_three_lines_in_the_program(tmp_path):
+    """Without the process around it: the first rank starts a monitor, which ends both ranks with exit code 3."""
+    (tmp_path / "train.py").write_text(INSTALLS)
+    codes, said = run_ranks(tmp_path)
     assert codes == [3, 3], said
     assert "rank 0 waits in all_reduce(sum) #4 over world, at train.py:14 since" in said
     assert 'rank 1 never came: it is outside any collective at train.py:13 in <module> (section "looking' in said
+
+
+@pytest.mark.xdist_group("processes")
+@pytest.mark.parametrize("end", ["sys.exit(0)", "1 / 0"])
+def test_a_rank_that_ends_before_the_others(tmp_path, end):
+    """By itself that is no fault, though nobody stands around the program to see its exit code; by an error it is."""
+    program = INSTALLS[: INSTALLS.index("if dist")] + f"if dist.get_rank() == 1:\n    {end}\ntime.sleep(4)\n"
+    (tmp_path / "train.py").write_text("import sys\n" + program)
+    codes, said = run_ranks(tmp_path)
+    if end == "1 / 0":
+        assert codes == [3, 1], said
+        assert "rank 1 of 2 raised ZeroDivisionError: division by zero at train.py" in said
+    else:
+        assert (codes, said) == ([0, 0], "")
+        assert not (tmp_path / "run" / "autopsy.json").exists()
