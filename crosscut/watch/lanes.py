@@ -171,6 +171,7 @@ class _Tellable:
     def __init__(self, by_seq: Mapping[int, Mapping[int, Record]], at: int, ranks: list[int]) -> None:
         self.by_seq, self.at, self.ranks = by_seq, at, ranks
         self.certain = True
+        self.earlier = False  # only earlier steps tell who is odd
         self.next: dict[Key, Counter[Key]] = defaultdict(Counter)  # what followed what, while all agreed
         before: Key | None = None
         for seq in sorted(seq for seq in by_seq if seq < at):
@@ -196,6 +197,7 @@ class _Tellable:
         sizes = sorted(len(members) for members in groups.values())
         if known and len(known) < len(groups):
             best = max(known, key=lambda key: (usual[key], len(groups[key])))
+            self.earlier = 2 * len(groups[best]) <= len(self.ranks)
         elif sizes[-1] > sizes[-2] if len(sizes) > 1 else True:
             best = max(groups, key=lambda key: len(groups[key]))
         else:
@@ -213,8 +215,9 @@ class _Tellable:
         """The verdict and the sentence."""
         theirs, own = self.by_seq[self.at][normal[0]], self.by_seq[self.at][odd[0]]
         who, others = ranks_text(tuple(odd)), ranks_text(tuple(normal))
+        told = f"; in earlier steps {who} called what {others} called" if self.earlier else ""
         if own.call.site == theirs.call.site and own.call.tag == theirs.call.tag:
-            return "mismatch", self._mismatch()
+            return "mismatch", self._mismatch() + told
         a, b = self._following(odd[0]), self._following(normal[0])
         skipped, extra = _shift(b, a), _shift(a, b)
         permuted = next((k for k in range(2, 9) if len(a) >= k <= len(b) and sorted(a[:k]) == sorted(b[:k])), 0)
@@ -238,7 +241,7 @@ class _Tellable:
             return "order", f"{differs}: there it called {text(own)}, {others} {text(theirs)}"
         if own.call.op != theirs.call.op and self.next.get(self.before or (), Counter())[_full(theirs)]:
             return "order", f"{who} called {text(own)} as {number}, where {others} called {text(theirs)}"
-        return "mismatch", self._mismatch()
+        return "mismatch", self._mismatch() + told
 
     def _mismatch(self) -> str:
         here = self.by_seq[self.at]

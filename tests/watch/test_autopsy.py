@@ -84,6 +84,7 @@ def test_mismatch(size, change):
     assert (found.verdict, found.culprits, found.seq) == ("mismatch", [1], 7)
     assert "rank 1 called" in found.text
     assert "ddp.py:10" in found.text
+    assert found.text.endswith("; in earlier steps rank 1 called what rank 0 called") == (size == 2)
 
 
 def test_roots_differ():
