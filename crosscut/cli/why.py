@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import shutil
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,19 @@ def run(args: argparse.Namespace) -> int:
     if args.json != "-":
         if found.alive:
             print("the run is alive; this is how it stands now")
-        print("\n".join(found.lines()))
+        print("\n".join(_folded(found.lines()) if sys.stdout.isatty() else found.lines()))
     if args.json:
         write_json(args.json, SCHEMA, found.as_json(), VERSION)
     return 0
+
+
+def _folded(lines: list[str]) -> list[str]:
+    """Long lines, folded between words: a terminal folds within them."""
+    width, out = shutil.get_terminal_size().columns, []
+    for line in lines:
+        indent = len(line) - len(line.lstrip())
+        fill = textwrap.TextWrapper(
+            width, subsequent_indent=2 * indent * " ", break_long_words=False, break_on_hyphens=False
+        )
+        out += fill.wrap(line) if len(line) > width else [line]
+    return out

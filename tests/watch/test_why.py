@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from crosscut.cli.main import main
+from crosscut.cli.why import _folded
 from crosscut.comm.call import Call
 from crosscut.watch.folder import path_of, write_json
 from crosscut.watch.ring import FORMAT_VERSION, RingWriter
@@ -148,3 +149,11 @@ def test_a_dump_that_would_run_code_or_is_of_another_version(tmp_path, capsys):
     code, _, err = why(tmp_path, capsys=capsys)
     assert code == 2
     assert "version '9.1'" in err
+
+
+def test_long_lines_are_folded_between_words(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    lines = ["rank 0 waits in all_reduce #14 over world-0-1", "  rank 1 at /a/path/that/is/longer/than/that.py"]
+    sentence = ["rank 0 waits in all_reduce #14", "over world-0-1"]
+    assert _folded(lines) == [*sentence, "  rank 1 at", "    /a/path/that/is/longer/than/that.py"]
+    assert _folded(['    raise  KeyError("a b")']) == ['    raise  KeyError("a b")']
