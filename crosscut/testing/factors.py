@@ -103,7 +103,7 @@ def _reason(name: str, kind: str) -> str:
     inverse = name.startswith("1/")
     over = name.removeprefix("1/").strip("()")
     if kind == "norm":
-        return f"parts over {over} are left out" if inverse else f"what {over} replicates is counted more than once"
+        return f"as of gradients that are {'divided by' if inverse else 'summed over'} {over} once too often"
     if kind == "loss":
         return f"it is divided by {over} once too often" if inverse else f"it is not divided by {over}"
     if over == RANKS:
