@@ -81,13 +81,13 @@ def show(cost: RecorderCost, console: Console) -> None:
 def _table(is_step: bool, rows: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
-    name, percent, sign, scale = ("share", 100, "%", 1e-3) if is_step else ("added_us", 1, "", 1)
+    name, percent, form, scale = ("share", 100, "{:.1f}%", 1e-3) if is_step else ("added_us", 1, "{:.2f}", 1)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("", "on", "without", "with", "added", "(95%)", "holds", *(("calls",) if is_step else ())):
         table.add_column(column, justify="left" if column in ("", "on") else "right", no_wrap=True)
     for row in rows:
         times = [f"{row[key] * scale:.2f}" for key in ("plain_us_median", "recorded_us_median")]
-        median, low, high = (f"{row[f'{name}_{part}'] * percent:.2f}{sign}" for part in ("median", "low", "high"))
+        median, low, high = (form.format(row[f"{name}_{part}"] * percent) for part in ("median", "low", "high"))
         calls = (f"{row['calls']}: {row['calls_share']:.2%}",) if is_step else ()
         table.add_row(row["what"], row["backend"], *times, median, f"{low}..{high}", _WORDS[row["holds"]], *calls)
     return table
