@@ -20,18 +20,26 @@ def add_parser(subparsers: Any) -> None:
         description="Read the ledgers of a run (crosscut train, python -m crosscut.watch) or PyTorch Flight Recorder "
         "dumps, and say what went wrong, first divergence first. A run that is still alive is read as it is.",
     )
-    parser.add_argument("run", metavar="RUN", help="a run folder, or a folder of Flight Recorder dumps")
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        nargs="?",
+        help="a run folder, or a folder of Flight Recorder dumps; by default the run in runs/ that recorded last",
+    )
     add_json_argument(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the verdict; 0 whatever it is. Raises ValueError (exit code 2) if RUN cannot be read."""
     from crosscut.watch.facts import SCHEMA, VERSION
-    from crosscut.watch.folder import diagnose
+    from crosscut.watch.folder import diagnose, newest_run
 
     check_destination(args.json)
-    found = diagnose(Path(args.run))
+    run = Path(args.run) if args.run is not None else newest_run()
+    found = diagnose(run)
     if args.json != "-":
+        if args.run is None:
+            print(f"run: {run}")
         if found.alive:
             print("the run is alive; this is how it stands now")
         print("\n".join(_folded(found.lines()) if sys.stdout.isatty() else found.lines()))

@@ -45,6 +45,15 @@ def write_json(path: Path, body: dict[str, Any]) -> None:
     partial.replace(path)
 
 
+def newest_run(root: Path = Path("runs")) -> Path:
+    """The run in `root` that wrote to its ledgers last. Raises ValueError if there is none."""
+    found = root.glob(f"*/{LEDGER}/rank-*.ring")
+    rings = [(ring.stat().st_mtime, run) for ring in found if not (run := ring.parent.parent).is_symlink()]
+    if not rings:
+        raise ValueError(f"{root}/ holds no run that recorded its calls; give a run folder: crosscut why RUN")
+    return max(rings)[1]
+
+
 def diagnose(run: Path, *, facts: dict[int, Facts] | None = None) -> Verdict:
     """The verdict over a run folder, or over a folder of Flight Recorder dumps.
 

@@ -62,6 +62,20 @@ def test_a_run_that_is_over(tmp_path, capsys):
     assert set(body) >= {"evidence", "advice"}
 
 
+def test_without_a_folder_the_run_that_recorded_last(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["why"]) == 2
+    assert "runs/ holds no run that recorded its calls; give a run folder" in capsys.readouterr().err
+    for age, name in enumerate(("old", "new", "older")):
+        folder = tmp_path / "runs" / name
+        dead_run(folder, (3,), ("dies",))
+        when = 1e9 - (2, 1, 3)[age]
+        os.utime(path_of(folder, 0, "ring"), (when, when))
+    (tmp_path / "runs" / "latest").symlink_to("new")
+    assert main(["why"]) == 0
+    assert capsys.readouterr().out.startswith(f"run: {Path('runs/new')}\n")
+
+
 def test_a_run_that_is_alive(tmp_path, capsys):
     rings = [RingWriter(path_of(tmp_path, rank, "ring"), rank, 2) for rank in range(2)]
     lanes = [ring.lane("dp", (0, 1)) for ring in rings]
