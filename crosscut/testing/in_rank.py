@@ -35,6 +35,7 @@ class RankTest:
     path: str
     qualname: str
     arguments: dict[str, Any]
+    attributes: dict[str, Any] = field(default_factory=dict)  # what setup_method left on the test's object
     rewrite: tuple[str, ...] = ()  # pytest's options in the workers; empty: this process is pytest's own
     style: str = "long"
     showlocals: bool = False
@@ -53,9 +54,9 @@ class RankTestFailed(Exception):
         return self.line
 
 
-def run_rank_test(ctx: Context, test: RankTest) -> str | None:
-    """Run the test on this rank. Returns None if it passed, the reason if it skipped itself; raises RankTestFailed, or
-    the PeerError or StuckError of a rank that waited for another."""
+def run_rank_test(ctx: Context, test: RankTest) -> tuple[str, str] | None:
+    """Run the test on this rank. Returns None if it passed, ("skip" or "xfail", the reason) if it ended itself so;
+    raises RankTestFailed, or the PeerError or StuckError of a rank that waited for another."""
     import pytest
 
     from crosscut.comm.errors import one_line
@@ -67,8 +68,8 @@ def run_rank_test(ctx: Context, test: RankTest) -> str | None:
         with capture:
             function = test.function or _find(test)
             function(**{name: ctx if value == CONTEXT else value for name, value in test.arguments.items()})
-    except pytest.skip.Exception as skipped:
-        return str(skipped)
+    except (pytest.skip.Exception, pytest.xfail.Exception) as ended:
+        return "skip" if isinstance(ended, pytest.skip.Exception) else "xfail", str(ended)
     except (PeerError, StuckError):
         raise  # about others: those who know more are asked first
     except (Exception, pytest.fail.Exception) as error:
@@ -82,7 +83,9 @@ def _find(test: RankTest) -> Callable[..., Any]:
     for name in test.qualname.split("."):
         owner, found = found, getattr(found, name)
         if isinstance(owner, type):
-            found = getattr(owner(), name)
+            instance = owner()
+            vars(instance).update(test.attributes)
+            found = getattr(instance, name)
     return found
 
 

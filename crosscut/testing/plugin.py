@@ -22,6 +22,7 @@ import pickle
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import TestCase
 
 import pytest
 
@@ -84,6 +85,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("_ranks", mark.args, ids=[f"{n}-ranks" for n in mark.args])
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What is not called through pytest would run here, on one rank, and could pass."""
+    if item.get_closest_marker("ranks") is not None and issubclass(getattr(item, "cls", None) or object, TestCase):
+        pytest.fail("@pytest.mark.ranks: unittest runs its own methods; use a plain function or class", pytrace=False)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a marked test on its ranks instead of here."""
@@ -102,7 +109,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     from crosscut.comm.errors import CommError, RankError
 
     try:
-        skips = run(test)
+        ends = run(test)
     except RankError as error:
         told = {rank: line.removeprefix(f"{RankTestFailed.__name__}: ") for rank, line in sorted(error.folded.items())}
         others = "".join(f"\nrank {rank}: {line}" for rank, line in told.items())
@@ -113,12 +120,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         raise RanksFailed(f"{error}{others}") from None
     except CommError as error:
         raise RanksFailed(str(error)) from None
-    reasons = [reason for reason in skips if reason is not None]
-    if len(reasons) == size:
-        pytest.skip(reasons[0])
-    if reasons:
-        ran = [str(rank) for rank, reason in enumerate(skips) if reason is None]
-        raise RanksFailed(f"ranks skipped ({reasons[0]}), but not all: {', '.join(ran)} ran the test to its end")
+    early = [end for end in ends if end is not None]
+    if early and early == [early[0]] * size:
+        how, reason = early[0]
+        (pytest.skip if how == "skip" else pytest.xfail)(reason)
+    if early:
+        rest = [str(rank) for rank, end in enumerate(ends) if end != early[0]]
+        did = {"skip": "skipped", "xfail": "expected to fail"}[early[0][0]]
+        raise RanksFailed(f"ranks {did} ({early[0][1]}), but not all: {', '.join(rest)} ended otherwise")
     return True
 
 
@@ -179,12 +188,15 @@ def _describe(item: pytest.Function, in_process: bool) -> RankTest:
     }
     if in_process:
         return RankTest(**common, function=item.obj)
+    common["attributes"] = dict(vars(item.instance)) if isinstance(item.instance, item.cls or ()) else {}
+    given = {f"the fixture {name!r} gives": value for name, value in arguments.items()}
+    given |= {f"self.{name} is": value for name, value in common["attributes"].items()}
     wrong = ""
-    for name, value in arguments.items():
+    for what, value in given.items():
         try:
             pickle.dumps(value)
         except Exception as error:  # noqa: PERF203
-            wrong = f"the fixture {name!r} gives a {type(value).__name__}, which cannot be sent to the ranks ({error})"
+            wrong = f"{what} a {type(value).__name__}, which cannot be sent to the ranks ({error})"
     if "<locals>" in common["qualname"]:
         wrong = f"{common['qualname']} is made inside a function, where the ranks cannot find it"
     if wrong:

@@ -83,7 +83,8 @@ class WorkerPool:
         self._start(world_size)
         self._job += 1
         for rank, (_, connection) in enumerate(self._workers[:world_size]):
-            connection.send((self._job, rank, world_size, backend, timeout_s, why, sys.path, call))
+            place = sys.path, dict(os.environ), os.getcwd()
+            connection.send((self._job, rank, world_size, backend, timeout_s, why, place, call))
         ends = self._collect(world_size, timeout_s)
         if not all(end.returned or end.failure is not None for end in ends):
             self.close()  # somebody died or is stuck: start afresh next time
@@ -178,18 +179,22 @@ def _serve(connection: Connection, port: int, parent: int, folder: str) -> None:
         faulthandler.register(_STACK_SIGNAL, file=stack, all_threads=False)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    own = {key: os.environ[key] for key in ("GLOO_SOCKET_IFNAME",) if key in os.environ}
     torch.set_num_threads(1)
     seed = torch.initial_seed()
     connection.send("ready")
     while True:
         try:
-            job, rank, size, backend, timeout_s, check, path, call = connection.recv()
+            job, rank, size, backend, timeout_s, check, (path, environment, folder), call = connection.recv()
         except (EOFError, OSError):
             return
         sys.path[:] = path
+        os.environ.clear()  # what the last job set is gone, and what a fixture set is here
+        os.environ.update(environment | own)
         torch.manual_seed(seed)
         torch.set_default_dtype(torch.float32)
         try:
+            os.chdir(folder)
             store = dist.PrefixStore(f"job-{job}", dist.TCPStore("127.0.0.1", port, is_master=False))
             timeout = datetime.timedelta(seconds=timeout_s)
             fn, args, kwargs = pickle.loads(call)

@@ -3,7 +3,7 @@
 import pytest
 
 PROGRAM = """
-import os, time
+import os, time, unittest
 import pytest, torch, torch.distributed as dist
 from helper import doubled
 
@@ -58,6 +58,55 @@ def test_skipped_on_one():
 def test_expected_to_fail():
     assert dist.get_rank() == 0
 
+@pytest.mark.ranks(2)
+def test_expected_inside():
+    pytest.xfail("a known bug")
+
+@pytest.fixture
+def place(monkeypatch, tmp_path):
+    monkeypatch.setenv("PLACE", "here")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+@pytest.mark.ranks(2)
+def test_environment(place):
+    assert os.environ.pop("PLACE") == "here" and os.getcwd() == str(place)
+    os.environ["LEFT"] = "1"
+    os.chdir("/")
+
+@pytest.mark.ranks(2)
+def test_environment_of_the_next():
+    assert "PLACE" not in os.environ and "LEFT" not in os.environ and os.getcwd() != "/"
+
+class TestOfUnittest(unittest.TestCase):
+    @pytest.mark.ranks(2)
+    def test_alone(self):
+        pass
+
+@pytest.mark.ranks(2)
+class TestWithSetup:
+    def setup_method(self):
+        self.value = 7
+
+    def test_setup(self):
+        assert self.value == 7
+
+    @staticmethod
+    def test_static():
+        assert dist.get_world_size() == 2
+
+    @classmethod
+    def test_of_the_class(cls):
+        assert cls is TestWithSetup
+
+@pytest.mark.ranks(2)
+class TestUnsendable:
+    def setup_method(self):
+        self.made = lambda: 0
+
+    def test_unsendable(self):
+        pass
+
 class TestInAClass:
     @pytest.mark.ranks(2, backend="gloo")
     @pytest.mark.parametrize("k", [1, 2])
@@ -106,7 +155,8 @@ def outcome(pytester):
 
 @pytest.mark.xdist_group("processes")
 def test_every_end_of_a_test(outcome):
-    outcome.assert_outcomes(passed=5, failed=12, errors=1, skipped=1, xfailed=1)
+    outcome.assert_outcomes(passed=10, failed=13, errors=2, skipped=1, xfailed=2)
+    outcome.stdout.fnmatch_lines(["@pytest.mark.ranks: unittest runs its own methods; use a plain function or class"])
     outcome.stdout.fnmatch_lines(["the fixture ctx needs @pytest.mark.ranks(n) on the test"])
     outcome.stdout.fnmatch_lines(
         [
@@ -123,7 +173,8 @@ def test_every_end_of_a_test(outcome):
             "rank * of 2 *: MismatchError: *all_reduce(*",
             "rank 1 of 2 did not end within 1 s: rank 1 is at test_ranks.py:* in test_hang; rank 0: StuckError: *",
             "rank 1 of 2 (pid *) was killed by SIGKILL*",
-            "ranks skipped (not me), but not all: 0 ran the test to its end",
+            "ranks skipped (not me), but not all: 0 ended otherwise",
+            "@pytest.mark.ranks: self.made is a function, which cannot be sent to the ranks *",
             "@pytest.mark.ranks: the fixture 'capsys' gives a CaptureFixture, which cannot be sent *",
             "@pytest.mark.ranks: the number of ranks is 0; use 1 to 16",
             "@pytest.mark.ranks: backend='mpi' is unknown; use one of threads, shm, gloo",
