@@ -224,7 +224,7 @@ def _count(tokens: Any) -> int:
 
 def digest(x: Tensor) -> str:
     """A digest of a tensor's bytes: ranks that hold the same numbers need to write them once."""
-    flat = x.detach().cpu().contiguous().reshape(-1)
+    flat = x.detach().cpu().contiguous().reshape(-1).clone()  # numpy makes memory that it sees impossible to resize
     return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 

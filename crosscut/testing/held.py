@@ -60,6 +60,8 @@ def _parameters(model: Any, names: Names) -> Iterator[tuple[str, nn.Parameter, P
         model = model._orig_mod if type(model).__name__ == "OptimizedModule" else model.module
     if any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
         raise ValueError("FSDP1 keeps flat parameters that do not say what they hold; use fully_shard (FSDP2)")
+    for part in _of_fsdp2(model):
+        part.reshard()  # a forward since backward may have left whole parameters, which have no gradients
     shards = _shards(model)
     unknown = set(names) - {clean(name) for name, _ in model.named_parameters()}
     if unknown:
@@ -131,14 +133,17 @@ def _text(ranges: Ranges) -> str:
     return ", ".join("+".join(f"{a}:{b}" for a, b in dim) for dim in ranges)
 
 
+def _of_fsdp2(model: nn.Module) -> list[Any]:
+    return [m for m in model.modules() if hasattr(m, "set_reshard_after_forward")]
+
+
 def computes(model: Any) -> list[str]:
     """The dtypes that modules compute in where their parameters do not say it: under mixed precision."""
     if hasattr(model, "held_ranges"):  # a DistributedModel
         return {"bf16": ["bfloat16"], "fp16": ["float16"]}.get(model.layout.precision.compute, [])
     found = {getattr(m.__dict__.get(WRAP), "compute_dtype", None) for m in model.modules()}
-    parts: list[Any] = [m for m in model.modules() if hasattr(m, "set_reshard_after_forward")]  # of FSDP2
     with contextlib.suppress(AttributeError):
-        found |= {part._get_fsdp_state()._mp_policy.param_dtype for part in parts}
+        found |= {part._get_fsdp_state()._mp_policy.param_dtype for part in _of_fsdp2(model)}
     return [str(dtype).removeprefix("torch.") for dtype in found if dtype is not None]
 
 

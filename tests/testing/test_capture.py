@@ -323,6 +323,28 @@ def test_autocast_is_told_and_measured(tmp_path):
 
 
 @pytest.mark.ranks(2, backend="gloo")
+def test_fsdp2_is_left_as_it_is_after_a_forward_alone(ref, tmp_path, ctx):
+    """Which leaves whole parameters, with memory that FSDP2 frees later."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = programs.net()
+    fully_shard(model, reshard_after_forward=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(programs.STEPS):
+        x, y = programs.batch(step)
+        (programs.loss_sum(model, x, y) / programs.tokens(y)).backward()
+        optimizer.step()
+        with torch.no_grad():
+            model(x)
+        assert not hasattr(model.up.weight, "placements")
+        capture(model, optimizer, tmp_path / "run")
+        optimizer.zero_grad()
+    if ctx.rank == 0:
+        result = compare_captures(ref, tmp_path / "run")
+        assert result.verdict.equal, result.verdict.sentence()
+
+
+@pytest.mark.ranks(2, backend="gloo")
 def test_what_mixed_precision_computes_in_is_kept(tmp_path, ctx):
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
