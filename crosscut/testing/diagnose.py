@@ -26,6 +26,8 @@ def explain(case: Case) -> Finding:
         where = describe_box(box_of_mask(~run.isfinite()), tuple(ref.shape), case.held)
         return Finding(f"holds NaN or infinite values, or nothing at all{where}")
     scale = float(ref.norm())
+    if scale == 0:
+        return Finding("is not zero, where the reference is (frozen there, or without a gradient)")
     if float(run.norm()) <= tol * scale:
         return Finding("is zero everywhere, where the reference is not: no contribution arrived", 0.0, "0")
     factor = proportion(run, ref, tol)

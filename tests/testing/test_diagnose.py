@@ -60,6 +60,7 @@ def test_other_factors_and_signs() -> None:
 
 def test_nothing_and_nan() -> None:
     assert "no contribution arrived" in said(torch.zeros_like(REF))
+    assert "frozen there" in explain(Case(REF, torch.zeros_like(REF))).text
     hole = REF.clone()
     hole[4:] = float("nan")
     assert (
@@ -131,6 +132,9 @@ def test_ranks_that_differ() -> None:
     assert text.endswith("their mean is the reference: the average over tp is missing")
     text = said(REF, REF, values={0: REF, 1: REF, 2: OTHER}, held=THREE)
     assert text.endswith("ranks 0,1 has it right, rank 2 wrong")
+    still = {0: REF, 1: torch.zeros_like(REF)}  # a rank that made no step, of a bias that began at zero
+    assert said(REF, REF, values=still, held=THREE, kind="parameter").endswith("rank 0 has it right, rank 1 wrong")
+    assert said(REF, REF, values=still, held=THREE).endswith("the sum over the ranks is missing")
     assert "different factors" in said(REF, REF, values={0: REF * 2, 1: REF * 5}, held=THREE)
     assert "drifted apart over the ranks" in said(REF, REF, values={0: OTHER, 1: BEFORE}, held=THREE)
     assert agreement({0: one, 1: two, 2: one.clone()}) == [[0, 2], [1]]
