@@ -20,14 +20,16 @@ from crosscut.comm.launch import spawn
 
 Row = dict[str, Any]
 EXPLANATION = """\
-ours, peer  a step (forward, backward, AdamW), slowest rank, medians of trials in turn
+ours, peer  a step (forward, backward, AdamW), slowest rank, medians of trials
+            in turn
 peer        stock PyTorch (DDP, FSDP2, DTensor, pipelining 1F1B), same back end
 ratio       ours / peer within trials; (95%): the interval that holds its median
 no comm     ours with collectives that do nothing; exposed: ours / no comm
-floor       the least that exposed could be with no core to spare: the bytes that
-            must reach a rank are copied once, after the work
+floor       the least that exposed can be with no core to spare: what must reach
+            a rank is copied once, after the work
 eff.        one device at its best number of micro-batches / (ranks x ours)
-MB          most bytes allocated at once in a step, ours/peer, rank with the most"""
+MB          most bytes allocated at once in a step, ours/peer, of the rank with
+            the most"""
 
 
 @dataclass
